@@ -1,0 +1,338 @@
+"""Make one ImbaNID-Bench split: a raw intent corpus in, a long-tailed new-intent-discovery task out.
+
+Reads   data/raw/<dataset>/{train,dev,test}.tsv  (downloaded and checked by sha256, or taken from --raw_dir)
+Writes  data/<run>/  labels.txt  train.tsv dev.tsv test.tsv  train_label.npy train_truth.npy dev_label.npy
+        test_label.npy  class_counts.npy  meta.json        <run> is for example clinc_g10_s0
+
+    python make_lt_data.py --dataset clinc --gamma 10 --seed 0
+    python make_lt_data.py --dataset banking --gamma 3 --known_ratio 0.5 --raw_dir ~/corpora
+
+The paper's Sec. 2: class k of K, sorted by size, keeps n_max * gamma^(-(k-1)/(K-1)) of its rows, so the largest class is
+gamma times the smallest. 75 % of the classes are known, 10 % of their rows are labelled, everything else is unlabelled.
+"""
+import argparse
+import csv
+import errno
+import hashlib
+import inspect
+import io
+import json
+import math
+import os
+import re
+import shutil
+import sys
+import urllib.error
+import urllib.request
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+
+@dataclass
+class Args:
+    dataset: str = "clinc"  # clinc, banking, stackoverflow, or demo (comes with the repository)
+    gamma: float = 10.0  # imbalance ratio n_max / n_min, >= 1; 1 keeps the full training split (Sec. 2)
+    seed: int = 0  # draws the known classes, the kept rows and the labelled rows
+    known_ratio: float = 0.75  # share of the classes that is known (Sec. 2; 0.25 and 0.5 in Sec. 4.6)
+    labeled_ratio: float = 0.1  # share of the rows of a known class that is labelled (Sec. 2)
+    raw_dir: str = ""  # folder that holds <dataset>/{train,dev,test}.tsv; empty: data/raw, downloaded where missing
+    data_dir: str = "data"  # where the run's folder is written
+    mirror: str = "https://raw.githubusercontent.com"  # host to download from, for machines behind a proxy
+
+
+TEXTOIR = "thuiar/TEXTOIR/82212b003c8703c3eb7c293afde7e924240f819f/data"
+CORPORA = {  # the name in the paper, the pinned home, and the sha256 of each file
+    "clinc": ("CLINC150-LT", f"{TEXTOIR}/clinc", {
+        "train": "927bbeacbe134c524d1967196c3209d7e7fcd76e8de9ff24e43dc76ed5400dad",
+        "dev": "f5ec4e85abfb84b377bd0fcecafd60de8e1ff111f48b3680226c0dad1511f2d5",
+        "test": "a056d1e4981d36c783cbee0dd6d055b48537a5eaca94b2cf44b34b1df83a1684"}),
+    "banking": ("BANKING77-LT", f"{TEXTOIR}/banking", {
+        "train": "ed07418e59a34b76baad3dc697f3ede12139cd8f56e7a746fb38ab78d2b4d196",
+        "dev": "b808b9f0b01574ca30d233fa690f43b8c44899a0ce1a737be66b06e1132802a7",
+        "test": "684f0b9df082f50ae78243fd56b99d5c8f7debbbfb7086d6df9c5d08ced7d574"}),
+    "stackoverflow": ("StackOverflow20-LT", "fanolabs/NID_ACLARR2022/c2bef5aee638dc3f280e0102b63a27d08ddd4bec/data/"
+                      "stackoverflow", {
+        "train": "9b5eeaf8ffa9f16b692684419695d7b8f2d093e9da9528658fe631ac026fc28d",
+        "dev": "4c02e8d422e3db998b95e8af49fbae59443e6c2617b3d4c9279aaa7705434921",
+        "test": "08a8bd2e82cef0a5b61715687953302abaa9fb43a17f847e260b15ae5fdadc8c"}),
+    "demo": ("demo-LT", "", {}),
+}
+# StackOverflow's files say 1 to 20 where the others say a name.
+STACKOVERFLOW_NAMES = dict(zip(map(str, range(1, 21)), (
+    "wordpress oracle svn apache excel matlab visual-studio cocoa osx bash spring hibernate scala sharepoint ajax qt "
+    "drupal linq haskell magento").split()))
+# Table 1 (gamma 10) and Table 5 (gamma 3, 5) of the paper: |Dl| and |Du|; the other columns never change.
+PAPER_COUNTS = {("clinc", 3): (868, 9995), ("clinc", 5): (719, 8164), ("clinc", 10): (583, 6395),
+                ("banking", 3): (607, 7163), ("banking", 5): (487, 5924), ("banking", 10): (383, 4658),
+                ("stackoverflow", 3): (830, 10140), ("stackoverflow", 5): (686, 8350), ("stackoverflow", 10): (510, 6669)}
+SPLITS = ("train", "dev", "test")
+
+
+# ---- what every script shares: one line for a user's mistake, flags from the dataclass, files that appear whole ----
+
+class UserError(Exception):
+    """Something the user can mend. run_script prints it as one line and exits with 2."""
+
+
+def parse_args(Args, argv=None):
+    """Args with the command line applied: one flag a field, its help the field's comment. A bad flag raises UserError."""
+    parser = argparse.ArgumentParser(description=sys.modules[Args.__module__].__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(Args), re.M))
+    for field in fields(Args):
+        text = comments[field.name].replace("%", "%%")
+        if field.type is bool:
+            parser.add_argument(f"--{field.name}", action="store_true", help=text)
+        else:
+            parser.add_argument(f"--{field.name}", type=field.type, default=field.default, metavar=field.type.__name__,
+                                help=f"{text} (default: {field.default!r})".replace("''", "empty"))
+    parser.error = lambda message: (_ for _ in ()).throw(UserError(f"{message}; --help lists the flags"))
+    return Args(**vars(parser.parse_args(argv)))
+
+
+def run_script(main, Args):
+    """Parse the flags, run main(args), and turn what a user can cause into one line on stderr and exit code 2."""
+    try:
+        main(parse_args(Args))
+    except UserError as err:
+        message = str(err)
+    except OSError as err:
+        if err.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EFBIG):
+            raise
+        message = f"cannot write {err.filename or 'the output'}: {err.strerror}; nothing was left half-written"
+    else:
+        return
+    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def write_atomic(path, content):
+    """Write a file so that it is either the old one or the whole new one. content: str, bytes or write(binary_file)."""
+    path = Path(path)
+    part = path.with_name(path.name + ".part")
+    try:
+        with open(part, "wb") as f:
+            if callable(content):
+                content(f)
+            else:
+                f.write(content.encode() if isinstance(content, str) else content)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+# ---- the benchmark ----
+
+def run_name(dataset, gamma, seed, known_ratio=0.75, labeled_ratio=0.1):
+    """clinc_g10_s0, with _k50 or _l20 behind it when a ratio is not the paper's 75 or 10 percent."""
+    name = f"{dataset}_g{gamma:g}_s{seed}"
+    if known_ratio != 0.75:
+        name += f"_k{100 * known_ratio:g}"
+    if labeled_ratio != 0.1:
+        name += f"_l{100 * labeled_ratio:g}"
+    return name
+
+
+def check_task(dataset, gamma, seed, known_ratio, labeled_ratio):
+    if dataset not in CORPORA:
+        raise UserError(f"--dataset {dataset} is unknown: choose one of {', '.join(CORPORA)}")
+    if not (gamma >= 1 and math.isfinite(gamma)):
+        raise UserError(f"--gamma {gamma:g} is no imbalance ratio: it must be a number >= 1")
+    if seed < 0:
+        raise UserError(f"--seed {seed} must be 0 or more")
+    for flag, value in (("known_ratio", known_ratio), ("labeled_ratio", labeled_ratio)):
+        if not 0 < value <= 1:
+            raise UserError(f"--{flag} {value:g} must be above 0 and at most 1")
+
+
+def download(url, path, sha256):
+    """Fetch url to path with a progress bar; the file appears under its name only when its sha256 is right."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    try:
+        with urllib.request.urlopen(url, timeout=30) as answer, open(part, "wb") as out:
+            total = int(answer.headers.get("Content-Length", 0)) or None
+            with tqdm(total=total, unit="B", unit_scale=True, desc=path.name, disable=not sys.stderr.isatty()) as bar:
+                while block := answer.read(1 << 16):
+                    out.write(block)
+                    bar.update(len(block))
+        found = hashlib.sha256(part.read_bytes()).hexdigest()
+        if found != sha256:
+            raise UserError(f"{url} has sha256 {found[:12]}..., expected {sha256[:12]}...: the download is broken or was "
+                            "changed; try again, or pass --raw_dir with a copy you trust")
+        os.replace(part, path)
+    except (urllib.error.URLError, TimeoutError, ConnectionError, ValueError) as err:
+        raise UserError(f"cannot download {url} ({getattr(err, 'reason', err)}): check the network, or pass --raw_dir with "
+                        f"a folder that holds {path.parent.name}/{path.name}") from None
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def read_rows(path):
+    """The (text, label) rows of one raw file: tab separated, quoted as the csv module reads it, one header line."""
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing: put the file there or leave --raw_dir out to download it") from None
+    if b"\0" in raw:
+        raise UserError(f"{path} holds a NUL byte: it is not a text file")
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as err:
+        line = raw[:err.start].count(b"\n") + 1
+        raise UserError(f"{path}, line {line}: not valid UTF-8; convert the file to UTF-8 first") from None
+    rows, reader = [], csv.reader(io.StringIO(text, newline=""), delimiter="\t", strict=True)
+    try:
+        for row in reader:
+            if row and reader.line_num > 1:
+                rows.append(row)
+            if row and len(row) != 2:
+                raise UserError(f"{path}, line {reader.line_num}: {len(row)} column(s), expected text <tab> label")
+            if row and not (row[0].strip() and row[1].strip()):
+                raise UserError(f"{path}, line {reader.line_num}: empty {'text' if row[1].strip() else 'label'}")
+    except csv.Error as err:
+        raise UserError(f"{path}, line {reader.line_num}: broken quoting ({err})") from None
+    if not rows:
+        raise UserError(f"{path} is empty: expected a header line and rows of text <tab> label")
+    return rows
+
+
+def raw_corpus(dataset, raw_dir, mirror):
+    """{split: rows} and {split: sha256} of a raw corpus, downloaded to data/raw where it is missing."""
+    home, expected = CORPORA[dataset][1:]
+    folder = Path(raw_dir or "data/raw") / dataset
+    rows, sha = {}, {}
+    for split in SPLITS:
+        path = folder / f"{split}.tsv"
+        if not raw_dir and home and not path.exists():
+            download(f"{mirror.rstrip('/')}/{home}/{split}.tsv", path, expected[split])
+        rows[split] = read_rows(path)
+        sha[split] = hashlib.sha256(path.read_bytes()).hexdigest()
+        if expected and sha[split] != expected[split]:
+            print(f"warning: {path} is not the published file (sha256 {sha[split][:12]}...): figures made from it are not "
+                  "comparable with the paper's", file=sys.stderr)
+        if dataset == "stackoverflow":
+            try:
+                rows[split] = [[text, STACKOVERFLOW_NAMES[label]] for text, label in rows[split]]
+            except KeyError as err:
+                raise UserError(f"{path}: label {err} is not one of StackOverflow's ids 1 to 20") from None
+    return rows, sha
+
+
+def long_tail_counts(available, gamma, rng):
+    """How many rows each class keeps. available: int (K,). Returns int (K,).
+
+    n_k = floor(n_max * gamma^(-(k-1)/(K-1))) for the k-th largest class, at most what it has. The paper prints the
+    exponent (j-1)/K, which does not give its own tables; this does.
+    """
+    K = len(available)
+    if gamma == 1 or K == 1:
+        return available.copy()
+    order = np.lexsort((rng.permutation(K), -available))  # largest first, ties in seeded order
+    profile = available.max() * gamma ** (-np.arange(K) / (K - 1))
+    kept = np.empty(K, dtype=np.int64)
+    kept[order] = np.minimum(np.floor(profile + 1e-9), available[order])  # 1e-9: 120 * 10^-1 is 12, not 11.999...
+    return kept
+
+
+def make_split(rows, gamma, seed, known_ratio, labeled_ratio):
+    """Draw one task. rows: {split: [(text, label)]}. Returns (texts, labels, names, counts, num_known, labelled).
+
+    texts: {split: [str]}; labels: {split: int64 (N,)}; names: [str] (K,), known classes first, which is the class id;
+    counts: int64 (K,) training rows a class; labelled: bool (N,), the training rows whose label may be seen.
+    """
+    names = sorted({label for _, label in rows["train"]})
+    unknown = sorted({label for split in SPLITS for _, label in rows[split]} - set(names))
+    if unknown:
+        raise UserError(f"class {unknown[0]!r} of dev or test has no training row")
+    K = len(names)
+    num_known = max(1, math.floor(known_ratio * K + 0.5))
+    rng = np.random.default_rng(seed)
+    drawn = rng.permutation(K)
+    names = [names[i] for i in sorted(drawn[:num_known])] + [names[i] for i in sorted(drawn[num_known:])]
+    class_id = {name: i for i, name in enumerate(names)}
+    labels = {split: np.array([class_id[label] for _, label in rows[split]], dtype=np.int64) for split in SPLITS}
+    texts = {split: [text for text, _ in rows[split]] for split in SPLITS}
+
+    counts = long_tail_counts(np.bincount(labels["train"], minlength=K), gamma, rng)
+    if counts.min() < 1:
+        raise UserError(f"--gamma {gamma:g} leaves class {names[counts.argmin()]!r} without a single row: choose a smaller one")
+    kept, shown = [], []
+    for k in range(K):
+        members = rng.permutation(np.flatnonzero(labels["train"] == k))[:counts[k]]
+        kept.append(members)
+        if k < num_known:
+            shown.append(members[:math.ceil(labeled_ratio * counts[k] - 1e-9)])
+    kept = rng.permutation(np.concatenate(kept))  # so that the order of the rows tells nothing about hidden labels
+    labelled = np.isin(kept, np.concatenate(shown))
+    texts["train"], labels["train"] = [texts["train"][i] for i in kept], labels["train"][kept]
+    known = labels["dev"] < num_known
+    texts["dev"], labels["dev"] = [t for t, k in zip(texts["dev"], known) if k], labels["dev"][known]
+    return texts, labels, names, counts, num_known, labelled
+
+
+def write_run(folder, texts, labels, names, counts, labelled, meta):
+    """Write data/<run>/ whole: into a folder beside it, then one rename."""
+    part = folder.with_name(folder.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    train_label = np.where(labelled, labels["train"], -1)  # hidden labels go to train_truth.npy and nowhere else
+    try:
+        (part / "labels.txt").write_text("".join(name + "\n" for name in names), encoding="utf-8")
+        for split in SPLITS:
+            with open(part / f"{split}.tsv", "w", encoding="utf-8", newline="") as f:
+                out = csv.writer(f, delimiter="\t", lineterminator="\n")
+                out.writerow(["text", "label"])
+                shown = train_label if split == "train" else labels[split]
+                out.writerows((text, names[k] if k >= 0 else "") for text, k in zip(texts[split], shown))
+        np.save(part / "train_label.npy", train_label)
+        np.save(part / "train_truth.npy", labels["train"])
+        np.save(part / "dev_label.npy", labels["dev"])
+        np.save(part / "test_label.npy", labels["test"])
+        np.save(part / "class_counts.npy", counts)
+        write_atomic(part / "meta.json", json.dumps(meta, indent=1) + "\n")
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(part, folder)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def print_table_row(meta):
+    """The row of the paper's Table 1 for this split, with the paper's own row under it where it has one."""
+    print(f"{CORPORA[meta['dataset']][0]}, gamma {meta['gamma']:g}, seed {meta['seed']}")
+    print(f"{'':16}{'|Yk|':>7}{'|Yn|':>7}{'|Dl|':>7}{'|Du|':>7}{'|Dt|':>7}{'|Dl|+|Du|':>11}")
+    K, known, lab, unl, test = (meta[k] for k in ("num_classes", "num_known", "num_labelled", "num_unlabelled", "num_test"))
+    print(f"{'this split':16}{known:7}{K - known:7}{lab:7}{unl:7}{test:7}{lab + unl:11}")
+    paper = PAPER_COUNTS.get((meta["dataset"], meta["gamma"]))
+    if paper and meta["known_ratio"] == 0.75 and meta["labeled_ratio"] == 0.1:
+        print(f"{'paper':16}{known:7}{K - known:7}{paper[0]:7}{paper[1]:7}{test:7}{sum(paper):11}")
+
+
+def main(args):
+    check_task(args.dataset, args.gamma, args.seed, args.known_ratio, args.labeled_ratio)
+    folder = Path(args.data_dir) / run_name(args.dataset, args.gamma, args.seed, args.known_ratio, args.labeled_ratio)
+    task = {k: v for k, v in asdict(args).items() if k in ("dataset", "gamma", "seed", "known_ratio", "labeled_ratio")}
+    if (folder / "meta.json").exists():
+        meta = json.loads((folder / "meta.json").read_text())
+        if task.items() <= meta.items():
+            print(f"{folder} is there already, made with the same settings: skipped")
+            print_table_row(meta)
+            return
+    rows, sha = raw_corpus(args.dataset, args.raw_dir, args.mirror)
+    texts, labels, names, counts, num_known, labelled = make_split(
+        rows, args.gamma, args.seed, args.known_ratio, args.labeled_ratio)
+    meta = {**task, "num_classes": len(names), "num_known": num_known, "num_labelled": int(labelled.sum()),
+            "num_unlabelled": int((~labelled).sum()), "num_dev": len(texts["dev"]), "num_test": len(texts["test"]),
+            "raw_sha256": sha}
+    write_run(folder, texts, labels, names, counts, labelled, meta)
+    print_table_row(meta)
+    print(f"written to {folder}/")
+
+
+if __name__ == "__main__":
+    run_script(main, Args)

@@ -1,0 +1,243 @@
+"""Relaxed optimal transport for pseudo-labels with an unknown class distribution. One file, torch only: copy it.
+
+    import torch
+    from rot import relaxed_ot
+
+    torch.manual_seed(0)
+    logits = torch.randn(1000, 10) + torch.tensor([3.0] + [0.0] * 9)    # a classifier that prefers class 0
+    result = relaxed_ot(logits.log_softmax(1), lambda1=0.05, lambda2=2.0)
+    pseudo_label = result.plan.argmax(1)                                # (1000,)
+    print(result.beta)                                                  # class shares, flatter than the classifier's
+    assert result.converged and result.residual < 1e-6
+
+The problem (ImbaNID, ACL 2024, Eq. 6 and its Appendix A), over plans Q >= 0 (N, K) and class shares beta (K,):
+
+    min  -<Q, log P> + lambda1 sum Q (log Q - 1) + lambda2 D(beta)    s.t.  Q 1 = alpha,  Q^T 1 = beta,  sum beta = 1
+
+with D the penalty: reverse_kl KL(prior || beta), the paper's ROT; kl KL(beta || prior), its EOT; equality beta = prior,
+its COT (optimal transport with both marginals fixed). The entropic term carries the sign under which the paper's
+printed derivatives hold.
+
+Solver "newton" works on the semi-dual. The row constraint removes f: Q_ij = alpha_i softmax_j((log P_ij + g_j) / lambda1),
+which leaves a concave function of the K numbers g with gradient beta(g) - Q^T 1 and a K x K Hessian, both sums over
+rows: one pass over log P a step, in chunks, over any number of processes. Solver "sinkhorn" is the paper's Algorithm 1.
+"""
+import warnings
+from typing import NamedTuple
+
+import torch
+
+
+class RotResult(NamedTuple):
+    plan: torch.Tensor | None  # (N, K) Q, rows sum to alpha; None with return_plan=False. N * plan are the pseudo-labels
+    beta: torch.Tensor  # (K,) float64, the class distribution; sums to 1
+    potential: torch.Tensor  # (K,) float64, the dual variable g: pass it as init to start warm
+    n_iter: int  # Newton steps, or Sinkhorn sweeps
+    residual: float  # |Q^T 1 - beta|_1, the mass that still sits in the wrong column
+    converged: bool  # residual <= tol
+
+
+def relaxed_ot(log_p, lambda1=0.05, lambda2=2.0, *, row=None, prior=None, penalty="reverse_kl", solver="newton",
+               tol=None, max_iter=None, sweeps=1, init=None, chunk_rows=None, reduce=None, return_plan=True):
+    """Solve the relaxed transport problem of the module docstring (the paper's Eq. 6).
+
+    log_p: (N, K) log-probabilities or any scores, -inf allowed; float16 to float64, never written to.
+    lambda1: weight of the entropic term, > 0, in units of log_p. lambda2: weight of the penalty, > 0; ignored by equality.
+    row: (N,) positive sample weights, alpha up to scale (default: equal). prior: (K,) positive, up to scale (uniform).
+    penalty: "reverse_kl", "kl" or "equality". solver: "newton", or "sinkhorn" with `sweeps` row and column scalings
+    before every update of beta and h (many sweeps need not converge: see `converged`).
+    tol: on the residual |Q^T 1 - beta|_1 (default 1e-9 for float64 input, 1e-6 below). max_iter: Newton steps (100) or
+    Sinkhorn sweeps (10,000). init: (K,) potential of an earlier solution. chunk_rows: rows a pass handles at once.
+    reduce: sums a tensor over processes that each hold some of the rows (none is allowed); all get the same beta.
+
+    Returns RotResult. Raises ValueError, naming the argument, for what has no solution; warns if it did not converge.
+    """
+    log_p, alpha, prior, g, reduce = _check(log_p, lambda1, lambda2, row, prior, penalty, init, reduce)
+    tol = tol if tol is not None else 1e-9 if log_p.dtype == torch.float64 else 1e-6
+    problem = _SemiDual(log_p, alpha, prior, lambda1, lambda2, penalty, chunk_rows or max(1, 2**20 // log_p.shape[1]), reduce)
+    if solver == "newton":
+        g, n_iter, residual = _newton(problem, g, tol, 100 if max_iter is None else max_iter)
+    elif solver == "sinkhorn":
+        if sweeps < 1:
+            raise ValueError(f"sweeps must be at least 1, got {sweeps}")
+        g, n_iter, residual = _sinkhorn(problem, g, tol, 10_000 if max_iter is None else max_iter, sweeps)
+    else:
+        raise ValueError(f"solver must be 'newton' or 'sinkhorn', got {solver!r}")
+    if not residual <= tol:
+        warnings.warn(f"relaxed_ot: the {solver} solver stopped at residual {residual:.1e} after {n_iter} iterations "
+                      f"(tol {tol:.1e})", RuntimeWarning, stacklevel=2)
+    return RotResult(problem.plan(g) if return_plan else None, problem.beta(g)[0], g, n_iter, residual, residual <= tol)
+
+
+def moving_average_marginal(beta, log_p, mu=0.99, reduce=None):
+    """MOT's class distribution (Sec. 4.3): mu * beta + (1 - mu) * v, v_j the share of rows whose largest log_p is j.
+
+    beta: (K,) the last one, float64. log_p: (N, K), this process's rows. Returns (K,) float64, the prior for
+    relaxed_ot(..., penalty="equality").
+    """
+    v = torch.bincount(log_p.argmax(1), minlength=log_p.shape[1]).double()
+    v = v if reduce is None else reduce(v)
+    return mu * beta + (1 - mu) * v / v.sum()
+
+
+def _check(log_p, lambda1, lambda2, row, prior, penalty, init, reduce):
+    """The arguments as float tensors on log_p's device, or a ValueError that names the one that is wrong."""
+    if reduce is None:
+        def reduce(x):
+            return x
+    if not torch.is_tensor(log_p) or log_p.ndim != 2 or not log_p.is_floating_point() or log_p.shape[1] == 0:
+        raise ValueError("log_p must be a floating-point tensor of shape (N, K)")
+    N, K = log_p.shape
+    device = log_p.device
+    for name, value in (("lambda1", lambda1), ("lambda2", lambda2)):
+        if not 0 < value < float("inf"):
+            raise ValueError(f"{name} must be positive and finite, got {value}")
+    if penalty not in ("reverse_kl", "kl", "equality"):
+        raise ValueError(f"penalty must be 'reverse_kl', 'kl' or 'equality', got {penalty!r}")
+
+    def vector(name, value, size, positive):
+        value = torch.as_tensor(value, dtype=torch.float64, device=device)
+        if value.shape != (size,):
+            raise ValueError(f"{name} must have shape ({size},), got {tuple(value.shape)}")
+        if not value.isfinite().all() or (positive and not (value > 0).all()):
+            raise ValueError(f"{name} must be finite{' and positive' if positive else ''}")
+        return value
+
+    alpha = torch.ones(N, dtype=torch.float64, device=device) if row is None else vector("row", row, N, True)
+    prior = torch.ones(K, dtype=torch.float64, device=device) if prior is None else vector("prior", prior, K, True)
+    g = torch.zeros(K, dtype=torch.float64, device=device) if init is None else vector("init", init, K, False)
+
+    # One exchange: total weight, per-column counts of usable entries, NaN or +inf entries, rows with nothing usable.
+    usable = log_p > float("-inf")
+    counts = torch.cat([alpha.sum()[None], usable.sum(0).double(), (log_p.isnan() | log_p.isposinf()).sum()[None].double(),
+                        (~usable.any(1) & ~log_p.isnan().any(1)).sum()[None].double()])
+    counts = reduce(counts)
+    if counts[-2] > 0:
+        raise ValueError("log_p must not hold NaN or +inf")
+    if counts[-1] > 0:
+        raise ValueError("log_p must have a finite entry in every row")
+    if counts[0] == 0:
+        raise ValueError("log_p must have at least one row")
+    empty = counts[1:-2] == 0
+    if empty.any():
+        if penalty != "kl":
+            raise ValueError(f"log_p must have a finite entry in every column: {penalty} gives column "
+                             f"{int(empty.int().argmax())} a positive share")
+        prior = prior.masked_fill(empty, 0)  # KL(beta || prior) is finite at beta_j = 0: the column stays empty
+    return log_p, alpha / counts[0], prior / prior.sum(), g, reduce
+
+
+class _SemiDual:
+    """The concave dual in g: value, gradient and Hessian, summed over row chunks and over processes in float64.
+
+    float64 whatever log_p's type: a line search on float32 values stagnates, and (log P + g) / lambda1 loses the digits
+    that a residual of 1e-6 needs. Only one chunk at a time is ever converted.
+    """
+
+    def __init__(self, log_p, alpha, prior, lambda1, lambda2, penalty, chunk_rows, reduce):
+        self.log_p, self.alpha, self.prior, self.penalty = log_p, alpha, prior, penalty
+        self.lambda1, self.lambda2, self.chunk_rows, self.reduce = lambda1, lambda2, chunk_rows, reduce
+
+    def chunks(self, g):
+        """For each chunk of rows: alpha, softmax rows S with Q = alpha S, and log-sum-exp, all at potential g."""
+        for start in range(0, len(self.log_p), self.chunk_rows):
+            s = (self.log_p[start:start + self.chunk_rows].double() + g) / self.lambda1
+            top = s.amax(1, keepdim=True)
+            s = s.sub_(top).exp_()
+            total = s.sum(1, keepdim=True)
+            yield self.alpha[start:start + self.chunk_rows, None], s.div_(total), top + total.log()
+
+    def beta(self, g):
+        """beta (K,) that minimises lambda2 D(beta) + <g, beta> over the simplex, and that minimum: dD's fixed point."""
+        if self.penalty == "equality":
+            return self.prior, g @ self.prior
+        if self.penalty == "kl":
+            score = self.prior.log() - g / self.lambda2
+            return score.softmax(0), -self.lambda2 * score.logsumexp(0)
+        # Appendix A: beta_j = lambda2 prior_j / (g_j - h), h the root of sum beta = 1. From the right end of its bracket
+        # the sum is convex and increasing in h, so Newton's steps decrease to the root without ever passing it.
+        c = self.lambda2 * self.prior
+        gap = (g - g.min()).double()  # g_j - h = gap_j + t, so that t > 0 keeps its digits
+        t = c[gap.argmin()].clone()
+        for _ in range(200):
+            b = c / (gap + t)
+            step = (b.sum() - 1) / (b / (gap + t)).sum()
+            t += step
+            if step <= 1e-16 * t:
+                break
+        b = c / (gap + t)
+        b = b / b.sum()
+        return b, self.lambda2 * (self.prior * (self.prior / b).log()).sum() + g @ b
+
+    def column_sums(self, g):
+        """q = Q^T 1 (K,)."""
+        q = torch.zeros_like(g)
+        for alpha, S, _ in self.chunks(g):
+            q += (alpha * S).sum(0)
+        return self.reduce(q)
+
+    def derivatives(self, g):
+        """Value (), gradient (K,) and negative Hessian (K, K) of the dual at g."""
+        K = len(g)
+        sums = torch.zeros(K + 2, K, dtype=torch.float64, device=g.device)  # Q^T S, then Q^T 1, then the value
+        for alpha, S, lse in self.chunks(g):
+            Q = alpha * S
+            sums[:K].addmm_(Q.T, S)
+            sums[K] += Q.sum(0)
+            sums[K + 1, 0] += (alpha * lse).sum()
+        sums = self.reduce(sums)
+        q, beta = sums[K], None
+        beta, minimum = self.beta(g)
+        curvature = (torch.diag(q) - sums[:K]) / self.lambda1
+        if self.penalty == "kl":
+            curvature += (torch.diag(beta) - torch.outer(beta, beta)) / self.lambda2
+        elif self.penalty == "reverse_kl":
+            b2 = beta * beta / self.prior
+            curvature += (torch.diag(b2) - torch.outer(b2, b2) / b2.sum()) / self.lambda2
+        return minimum - self.lambda1 * sums[K + 1, 0], beta - q, curvature
+
+    def plan(self, g):
+        plan = torch.empty_like(self.log_p, dtype=torch.promote_types(self.log_p.dtype, torch.float32))
+        for i, (alpha, S, _) in enumerate(self.chunks(g)):
+            plan[i * self.chunk_rows:i * self.chunk_rows + len(S)] = alpha * S
+        return plan
+
+
+def _newton(problem, g, tol, max_iter):
+    """Damped Newton ascent on the dual. Returns (g, steps, residual)."""
+    value, grad, curvature = problem.derivatives(g)
+    n_iter = 0
+    while grad.abs().sum() > tol and n_iter < max_iter:
+        n_iter += 1
+        # The constant shift of g is the one flat direction; a rank-one term along it makes the system definite.
+        scale = curvature.diagonal().max()
+        system = curvature + scale / len(g)
+        system.diagonal().add_(1e-14 * scale)
+        step = torch.linalg.lstsq(system, grad[:, None]).solution[:, 0]
+        slope, t = grad @ step, 1.0
+        while True:
+            trial = g + t * step
+            new = problem.derivatives(trial)
+            # Far away the value decides; close to the optimum its digits run out and the residual does.
+            if new[0] >= value + 1e-4 * t * slope or new[1].abs().sum() <= (1 - 0.1 * t) * grad.abs().sum():
+                break
+            t /= 2
+            if t < 1e-8:
+                return g, n_iter, float(grad.abs().sum())
+        g, (value, grad, curvature) = trial - trial.mean(), new
+    return g, n_iter, float(grad.abs().sum())
+
+
+def _sinkhorn(problem, g, tol, max_iter, sweeps):
+    """The paper's Algorithm 1: Sinkhorn with beta held for `sweeps` sweeps, then beta and h. Returns (g, sweeps, residual)."""
+    beta, q = problem.beta(g)[0], problem.column_sums(g)
+    n_iter, residual = 0, float((q - beta).abs().sum())
+    while residual > tol and n_iter < max_iter:
+        for _ in range(sweeps):
+            # The plan at g already has its rows scaled (f); this is the column scaling of the same sweep.
+            g = g + problem.lambda1 * (beta.clamp_min(1e-300).log() - q.clamp_min(1e-300).log())
+            q = problem.column_sums(g)
+            n_iter += 1
+        beta = problem.beta(g)[0]
+        residual = float((q - beta).abs().sum())
+    return g - g.mean(), n_iter, residual
