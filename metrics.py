@@ -1,0 +1,74 @@
+"""Clustering metrics of new intent discovery: ACC, NMI, ARI, and ACC by group. One file, numpy/scipy/scikit-learn: copy it.
+
+    import numpy as np
+    from metrics import cluster_metrics, size_groups
+
+    truth = np.array([0, 0, 1, 1, 2, 2])                # classes 0 and 1 known, class 2 novel
+    cluster = np.array([1, 1, 0, 0, 2, 0])              # any numbering: one Hungarian matching over all classes
+    scores = cluster_metrics(truth, cluster, num_known=2, class_counts=np.array([50, 20, 5]))
+    print(scores["ACC"], scores["known"], scores["novel"], scores["tail"])
+
+All results are percentages, not rounded.
+"""
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score
+
+
+def match_clusters(truth, cluster):
+    """The one-to-one map from clusters to classes with the most rows in agreement (Hungarian algorithm).
+
+    truth, cluster: non-negative int (N,). Returns int (max(K, clusters),): the class of each cluster, a number >= K
+    for a cluster that is left over.
+    """
+    truth, cluster = np.asarray(truth), np.asarray(cluster)
+    if truth.ndim != 1 or truth.shape != cluster.shape or len(truth) == 0:
+        raise ValueError(f"truth and cluster must be non-empty and of one length, got {truth.shape} and {cluster.shape}")
+    if min(truth.min(), cluster.min()) < 0:
+        raise ValueError("truth and cluster must be non-negative")
+    size = int(max(truth.max(), cluster.max())) + 1
+    agreement = np.zeros((size, size), dtype=np.int64)
+    np.add.at(agreement, (cluster, truth), 1)
+    return linear_sum_assignment(agreement, maximize=True)[1]
+
+
+def size_groups(class_counts, num_known):
+    """Head, medium and tail classes, 3:4:3 by training size within known and within novel, then joined (Sec. 4.1).
+
+    class_counts: int (K,) training rows a class, known classes first. Returns {"head": ids, "medium": ids, "tail": ids}.
+    """
+    class_counts = np.asarray(class_counts)
+    groups = {"head": [], "medium": [], "tail": []}
+    for ids in (np.arange(num_known), np.arange(num_known, len(class_counts))):
+        ids = ids[np.argsort(-class_counts[ids], kind="stable")]
+        n = int(0.3 * len(ids) + 0.5)
+        for name, part in zip(groups, (ids[:n], ids[n:len(ids) - n], ids[len(ids) - n:])):
+            groups[name].extend(part.tolist())
+    return {name: np.array(ids, dtype=np.int64) for name, ids in groups.items()}
+
+
+def cluster_metrics(truth, cluster, num_known, class_counts):
+    """Every figure of the paper's tables, in percent.
+
+    truth: int (N,) class ids, known classes (0 to num_known - 1) first. cluster: int (N,), any numbering; there may be more
+    or fewer clusters than classes. class_counts: int (K,), training rows a class, for the groups.
+
+    Returns {"ACC", "NMI", "ARI", "known", "novel", "head", "medium", "tail", "per_class_mean"}: ACC is the share of rows
+    whose matched cluster is right, under one matching over all classes; known to tail are that share within a group of
+    classes (NaN for a group without rows), per_class_mean the mean over classes.
+    """
+    truth, cluster = np.asarray(truth), np.asarray(cluster)
+    right = match_clusters(truth, cluster)[cluster] == truth
+
+    def share(classes):
+        rows = np.isin(truth, classes)
+        return 100 * float(right[rows].mean()) if rows.any() else float("nan")
+
+    K = len(class_counts)
+    return {"ACC": 100 * float(right.mean()),
+            "NMI": 100 * float(normalized_mutual_info_score(truth, cluster)),
+            "ARI": 100 * float(adjusted_rand_score(truth, cluster)),
+            "known": share(np.arange(num_known)),
+            "novel": share(np.arange(num_known, K)),
+            **{name: share(ids) for name, ids in size_groups(class_counts, num_known).items()},
+            "per_class_mean": float(np.mean([share([k]) for k in np.unique(truth)]))}
