@@ -302,6 +302,34 @@ def write_run(folder, texts, labels, names, counts, labelled, meta):
         shutil.rmtree(part, ignore_errors=True)
 
 
+def read_run(folder, **task):
+    """What training may see of data/<run>/: (texts, labels, names, meta); train_truth.npy stays closed.
+
+    task: the settings asked for, checked against meta.json. texts: {split: [str]}. labels: {split: int64 (N,)} for train
+    (-1 where hidden), dev and test. names: [str] (K,).
+    """
+    remake = f"run make_lt_data.py for {folder.name} first"
+    try:
+        meta = json.loads((folder / "meta.json").read_text())
+        for key, value in task.items():
+            if meta[key] != value:
+                raise UserError(f"{folder} was made with {key} {meta[key]}, not {value}: remove it and {remake}")
+        texts = {}
+        for split in SPLITS:
+            with open(folder / f"{split}.tsv", encoding="utf-8", newline="") as f:
+                texts[split] = [row[0] for row in csv.reader(f, delimiter="\t")][1:]
+        labels = {split: np.load(folder / f"{split}_label.npy") for split in SPLITS}
+        names = (folder / "labels.txt").read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError as err:
+        raise UserError(f"{err.filename} is missing: {remake}") from None
+    except (ValueError, KeyError, IndexError) as err:
+        raise UserError(f"{folder} is damaged ({err}): remove it and {remake}") from None
+    for split in SPLITS:
+        if len(texts[split]) != len(labels[split]):
+            raise UserError(f"{folder}/{split}.tsv and {split}_label.npy differ in length: remove the folder and {remake}")
+    return texts, labels, names, meta
+
+
 def print_table_row(meta):
     """The row of the paper's Table 1 for this split, with the paper's own row under it where it has one."""
     print(f"{CORPORA[meta['dataset']][0]}, gamma {meta['gamma']:g}, seed {meta['seed']}")

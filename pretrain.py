@@ -1,0 +1,216 @@
+"""Stage 1 of ImbaNID: pre-train the encoder on the labelled rows and on all text (Sec. 3.3).
+
+Reads   data/<run>/               (make_lt_data.py)
+Writes  out/<run>/pretrain.pt     last_layer, mlm_head, the known-class classifier, config, log
+        out/<run>/pretrain_part.pt while it runs: a killed run goes on from its last epoch
+
+    python pretrain.py --dataset clinc --gamma 10 --seed 0 --encoder minilm
+
+L_p = cross-entropy on the labelled rows + masked language modelling on all rows (Eq. 2). Only the last transformer layer
+and the heads train. The epoch with the best accuracy on dev, which holds known classes only, is kept.
+"""
+import hashlib
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, normalize
+from tqdm import tqdm
+
+from encoder import Encoder, pick_dtype
+from make_lt_data import UserError, check_task, read_run, run_name, run_script, write_atomic
+
+
+@dataclass
+class Args:
+    dataset: str = "clinc"  # as given to make_lt_data.py
+    gamma: float = 10.0  # as given to make_lt_data.py
+    seed: int = 0  # as given to make_lt_data.py; also draws batches, masks and dropout
+    known_ratio: float = 0.75  # as given to make_lt_data.py
+    labeled_ratio: float = 0.1  # as given to make_lt_data.py
+    data_dir: str = "data"  # where make_lt_data.py wrote
+    out_dir: str = "out"  # where out/<run>/ is written
+    encoder: str = "bert-base-uncased"  # the paper's (Sec. 4.1), minilm, a local folder, or a hub name
+    epochs: int = 100  # at most; early stopping ends most runs sooner
+    patience: int = 20  # epochs without a better dev accuracy (Appendix D)
+    lr: float = 5e-5  # AdamW (Appendix D)
+    head_lr: float = 5e-4  # AdamW, for the heads, which start from nothing or from class means
+    batch_size: int = 512  # rows of the masked-language-modelling batch (Appendix D)
+    labeled_batch_size: int = 128  # labelled rows beside them; the paper does not say
+    temperature: float = 0.1  # of the cosine classifier, log P = softmax(z . w / temperature); not in the paper
+    mask_epochs: int = 3  # epochs that share one random masking of the corpus, since the trunk has to run for each
+    no_mlm: bool = False  # leave the masked language modelling out
+    max_length: int = 128  # tokens a text is cut at
+    device: str = "auto"  # cpu, cuda, or auto: cuda where there is one
+    dtype: str = "auto"  # float32, bfloat16, or auto: bfloat16 where the hardware multiplies it natively
+    restart: bool = False  # replace an earlier run that had other settings
+
+
+def pick_device(name):
+    """--device as a torch.device."""
+    if name not in ("auto", "cpu", "cuda"):
+        raise UserError(f"--device {name} is unknown: choose auto, cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: no GPU is visible here; pass --device cpu")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def data_fingerprint(folder):
+    """sha256 over all that training reads of data/<run>/, so that a result can be tied to its data."""
+    digest = hashlib.sha256()
+    for name in ("train.tsv", "dev.tsv", "test.tsv", "train_label.npy", "dev_label.npy", "labels.txt"):
+        digest.update((folder / name).read_bytes())
+    return digest.hexdigest()
+
+
+def load_checkpoint(path):
+    """A checkpoint's dict, or None where there is no file. Tensors and plain types only."""
+    if not path.exists():
+        return None
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as err:
+        reason = str(err).strip().split("\n")[0]
+        raise UserError(f"{path} is damaged ({reason[:80]}): delete it and run the same command again") from None
+
+
+def save_checkpoint(path, **state):
+    write_atomic(path, lambda f: torch.save(state, f))
+
+
+def same_config(found, config, path, restart):
+    """True if a checkpoint's config is the one asked for; with other settings, False on --restart and an error without."""
+    different = [key for key in config if found.get(key) != config[key]]
+    if not different or restart:
+        return not different
+    key = different[0]
+    raise UserError(f"{path} was made with other settings ({key} {found.get(key)}, now {config[key]}): pass --restart to "
+                    "replace it, or another --out_dir (train_imbanid.py: --tag) to keep both")
+
+
+def seed_epoch(seed, epoch, rank=0):
+    """Seed dropout for an epoch and return the generator of its batches: a resumed run draws what an unbroken one draws."""
+    torch.manual_seed(1_000_003 * (seed + 1) + 1009 * epoch + rank)
+    return torch.Generator().manual_seed(1_000_003 * (seed + 1) + 1009 * epoch)
+
+
+def class_means(z, label, K):
+    """Unit-length mean of the unit rows z (N, H) of each class 0..K-1 in label (N,). (K, H); zeros for an empty class."""
+    total = torch.zeros(K, z.shape[1], device=z.device)
+    total.index_add_(0, label[label >= 0], z[label >= 0])
+    return normalize(total, dim=1)
+
+
+def trained_state(module):
+    """The parameters of a module that train, by name, on the CPU."""
+    return {name: p.detach().cpu().clone() for name, p in module.named_parameters() if p.requires_grad}
+
+
+def load_trained(module, state):
+    own = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    if own.keys() != state.keys() or any(own[name].shape != state[name].shape for name in own):
+        raise UserError("the checkpoint belongs to another encoder: pass the --encoder it was made with")
+    with torch.no_grad():
+        for name, value in state.items():
+            own[name].copy_(value)
+
+
+def train_epoch(encoder, classifier, optimizer, hidden, masked, target, label, args, epoch):
+    """One pass over all rows in random order, a labelled batch beside every batch. Returns mean CE and mean MLM loss."""
+    generator = seed_epoch(args.seed, epoch)
+    encoder.train()
+    labelled = torch.where(label >= 0)[0]
+    batches = torch.randperm(len(hidden), generator=generator).to(encoder.device).split(args.batch_size)
+    sums = torch.zeros(2)
+    for rows in batches:
+        drawn = labelled[torch.randint(len(labelled), (min(args.labeled_batch_size, len(labelled)),), generator=generator)]
+        z = normalize(encoder.features(hidden, drawn), dim=1)
+        ce = cross_entropy(z @ normalize(classifier, dim=1).T / args.temperature, label[drawn])
+        mlm = encoder.mlm_loss(masked, rows, target) if not args.no_mlm else torch.zeros((), device=encoder.device)
+        loss = ce + mlm
+        if not torch.isfinite(loss):
+            raise UserError(f"the loss is {float(loss)} in epoch {epoch} at lr {args.lr}: try a smaller --lr or --dtype float32")
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 1.0)
+        optimizer.step()
+        sums += torch.tensor([float(ce), float(mlm)])
+    return (sums / len(batches)).tolist()
+
+
+def dev_accuracy(encoder, classifier, hidden, label):
+    """Accuracy in percent on dev, known classes only."""
+    z = normalize(encoder.all_features(hidden), dim=1)
+    return 100 * float(((z @ normalize(classifier, dim=1).T).argmax(1) == label).float().mean())
+
+
+def main(args):
+    check_task(args.dataset, args.gamma, args.seed, args.known_ratio, args.labeled_ratio)
+    run = run_name(args.dataset, args.gamma, args.seed, args.known_ratio, args.labeled_ratio)
+    data, out = Path(args.data_dir) / run, Path(args.out_dir) / run
+    texts, labels, _, meta = read_run(data, dataset=args.dataset, gamma=args.gamma, seed=args.seed,
+                                      known_ratio=args.known_ratio, labeled_ratio=args.labeled_ratio)
+    device = pick_device(args.device)
+    dtype = pick_dtype(args.dtype, device)
+    config = {k: v for k, v in asdict(args).items() if k not in ("data_dir", "out_dir", "restart", "device", "dtype")}
+    config |= {"data": data_fingerprint(data), "dtype": str(dtype).split(".")[1]}
+    done, part = out / "pretrain.pt", out / "pretrain_part.pt"
+    found = load_checkpoint(done)
+    if found and same_config(found["config"], config, done, args.restart):
+        print(f"{done} is there already, made with the same settings (dev accuracy {found['dev_accuracy']:.2f}): skipped")
+        return
+
+    start = time.time()
+    encoder = Encoder(args.encoder, args.max_length, device, dtype)
+    tokens = {split: encoder.tokenize(texts[split]) for split in ("train", "dev")}
+    hidden = {split: encoder.trunk(tokens[split], f"reading {split}") for split in tokens}
+    label = torch.from_numpy(labels["train"]).to(device)
+    dev_label = torch.from_numpy(labels["dev"]).to(device)
+    classifier = nn.Parameter(class_means(normalize(encoder.all_features(hidden["train"]), dim=1), label, meta["num_known"]))
+    layer = list(encoder.last_layer.parameters())
+    heads = [classifier] + [p for p in encoder.mlm_head.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW([{"params": layer, "lr": args.lr}, {"params": heads, "lr": args.head_lr}], weight_decay=0.01)
+
+    def state():
+        return {"encoder": trained_state(encoder), "classifier": classifier.detach().cpu().clone()}
+
+    epoch, log = 0, []
+    best = {**state(), "epoch": 0, "dev_accuracy": dev_accuracy(encoder, classifier, hidden["dev"], dev_label)}
+    found = load_checkpoint(part)
+    if found and same_config(found["config"], config, part, args.restart):
+        load_trained(encoder, found["encoder"])
+        classifier.data.copy_(found["classifier"])
+        optimizer.load_state_dict(found["optimizer"])
+        epoch, log, best = found["epoch"], found["log"], found["best"]
+        print(f"resuming {part} after epoch {epoch}")
+
+    out.mkdir(parents=True, exist_ok=True)
+    masked = target = None
+    with tqdm(total=args.epochs, initial=epoch, desc="pre-training", disable=not sys.stderr.isatty()) as bar:
+        while epoch < args.epochs and epoch - best["epoch"] < args.patience:
+            if not args.no_mlm and (masked is None or epoch % args.mask_epochs == 0):
+                drawing = torch.Generator().manual_seed(args.seed + 7919 * (epoch // args.mask_epochs + 1))
+                masked, target = encoder.mask_tokens(tokens["train"], drawing)
+                masked = encoder.trunk(masked)
+            epoch += 1
+            ce, mlm = train_epoch(encoder, classifier, optimizer, hidden["train"], masked, target, label, args, epoch)
+            accuracy = dev_accuracy(encoder, classifier, hidden["dev"], dev_label)
+            log.append({"epoch": epoch, "ce": ce, "mlm": mlm, "dev_accuracy": accuracy})
+            if accuracy > best["dev_accuracy"]:
+                best = {**state(), "epoch": epoch, "dev_accuracy": accuracy}
+            save_checkpoint(part, **state(), optimizer=optimizer.state_dict(), epoch=epoch, log=log, best=best, config=config)
+            bar.update()
+            bar.set_postfix(dev=f"{accuracy:.2f}", best=f"{best['dev_accuracy']:.2f}")
+    seconds = time.time() - start
+    save_checkpoint(done, **best, config=config, log=log, seconds=seconds)
+    part.unlink(missing_ok=True)
+    print(f"pre-training: {epoch} epochs in {seconds:.0f} s, best dev accuracy {best['dev_accuracy']:.2f} after epoch "
+          f"{best['epoch']}; written to {done}")
+
+
+if __name__ == "__main__":
+    run_script(main, Args)

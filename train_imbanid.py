@@ -1,0 +1,503 @@
+"""Stages 2 and 3 of ImbaNID: pseudo-labels by relaxed optimal transport, robust representation learning, repeat.
+
+Reads   data/<run>/            (make_lt_data.py; train_truth.npy only for the metrics printed at the end)
+        out/<run>/pretrain.pt  (pretrain.py)
+Writes  out/<run>/  last.pt  pseudo_label.npy confidence.npy beta.npy test_feature.npy test_pred.npy log.jsonl results.json
+        kmeans_<K>.npy (the k-means rows of results.json, kept for other tags); with --tag TAG in out/<run>_TAG/
+
+    python train_imbanid.py --dataset clinc --gamma 10 --seed 0
+    torchrun --nproc_per_node 4 train_imbanid.py --dataset clinc --gamma 10 --seed 0
+    python train_imbanid.py --pseudo_label cot --tag cot          (an ablation of the paper's Table 3)
+
+One epoch: features of all rows -> log P of the cluster head -> relaxed_ot (Eq. 6) -> select_clean (Eq. 7-9) -> batches of
+CWCL (Eq. 10), IWCL (Eq. 11) and cross-entropy on the clean rows (Eq. 12). Test rows get the head's argmax.
+"""
+import json
+import math
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import sklearn
+import torch
+import torch.distributed as dist
+import transformers
+from sklearn.cluster import KMeans
+from torch import nn
+from torch.nn.functional import cross_entropy, normalize
+from tqdm import tqdm
+
+from encoder import Encoder, pick_dtype
+from losses import class_wise_loss, contrastive_objective, instance_wise_loss, select_clean
+from make_lt_data import UserError, check_task, read_run, run_name, run_script, write_atomic
+from metrics import cluster_metrics
+from pretrain import (class_means, data_fingerprint, load_checkpoint, load_trained, pick_device, same_config,
+                      save_checkpoint, seed_epoch, trained_state)
+from rot import moving_average_marginal, relaxed_ot
+
+
+@dataclass
+class Args:
+    dataset: str = "clinc"  # as given to make_lt_data.py
+    gamma: float = 10.0  # as given to make_lt_data.py
+    seed: int = 0  # as given to make_lt_data.py; also draws seedings, batches, replaced tokens and dropout
+    known_ratio: float = 0.75  # as given to make_lt_data.py
+    labeled_ratio: float = 0.1  # as given to make_lt_data.py
+    data_dir: str = "data"  # where make_lt_data.py wrote
+    out_dir: str = "out"  # where pretrain.py wrote; results go to out/<run>/
+    tag: str = ""  # write to out/<run>_<tag>/ instead, starting from the same pretrain.pt
+    num_classes: str = "true"  # K: true (the benchmark's), auto (Appendix E), or a number
+    max_classes: int = 0  # K' of Appendix E, for auto; 0: three times the known classes
+    min_cluster: int = 0  # t of Appendix E, for auto; 0: half the mean cluster size N / K'
+    pseudo_label: str = "rot"  # rot, or Sec. 4.3's cot (beta uniform), eot (KL(beta || uniform)), mot (moving average)
+    mu: float = 0.9  # moving average of mot (Sec. 4.3); the paper does not say
+    lambda1: float = 0.05  # entropic weight of the transport (Appendix F)
+    lambda2: float = 0.0  # weight of its KL term; 0: 2 on long-tailed data, 7 on balanced (Appendix F)
+    rho: float = 0.7  # share of the class prior that DR selects (Sec. 4.1; Appendix D says 0.65)
+    tau_g: float = 0.9  # confidence above which QR selects (Sec. 4.1)
+    no_dr: bool = False  # without the distribution-aware regularization
+    no_qr: bool = False  # without the quality-aware regularization
+    no_adaptive_weight: bool = False  # w_ij = 1 in CWCL
+    no_cwcl: bool = False  # without class-wise contrastive learning
+    no_iwcl: bool = False  # without instance-wise contrastive learning
+    omega: float = 0.5  # weight of the contrastive term against cross-entropy (Eq. 12); the paper does not say
+    tau: float = 0.07  # contrastive temperature (Sec. 4.1; Appendix D says 0.1)
+    temperature: float = 0.05  # of the cluster head, log P = log softmax(z . w / temperature); not in the paper
+    replace_rate: float = 0.25  # tokens replaced in the augmented view (CLNN's)
+    view_epochs: int = 2  # epochs that share one augmented view of the corpus, since the trunk has to run for each
+    epochs: int = 10  # the paper does not say
+    lr: float = 5e-5  # AdamW, last layer
+    head_lr: float = 5e-4  # AdamW, cluster head
+    batch_size: int = 512  # rows, over all processes (Sec. 4.1)
+    kappa: float = 40.0  # concentration of the mixture that seeds the head's novel rows; not in the paper
+    swaps: int = 150  # relocations of a novel centre that the seeding tries
+    device: str = "auto"  # cpu, cuda, or auto: cuda where there is one
+    dtype: str = "auto"  # float32, bfloat16, or auto: bfloat16 where the hardware multiplies it natively
+    restart: bool = False  # replace an earlier run that had other settings
+
+
+# ---- distributed: the five spots are start_processes, shard, gather, sum_over_ranks, and `rank == 0` ----
+
+def start_processes(device_name):
+    """(rank, world size, device) from torchrun's environment; one process without it."""
+    device = pick_device(device_name)
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if world == 1:
+        return 0, 1, device
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ["LOCAL_WORLD_SIZE"])))
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return dist.get_rank(), world, device
+
+
+def sum_over_ranks(x):
+    """x summed over processes; x itself on one."""
+    if dist.is_initialized():
+        dist.all_reduce(x)
+    return x
+
+
+class _Gather(torch.autograd.Function):
+    """Rows of all processes, this one's first. The gradient of a row is summed over the processes that used it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        rank, world = dist.get_rank(), dist.get_world_size()
+        sizes = torch.zeros(world, dtype=torch.int64, device=x.device)
+        sizes[rank] = len(x)
+        ctx.sizes = sum_over_ranks(sizes).tolist()
+        padded = x.new_zeros(max(ctx.sizes), *x.shape[1:])
+        padded[:len(x)] = x
+        parts = [torch.empty_like(padded) for _ in range(world)]
+        dist.all_gather(parts, padded)
+        parts = [part[:size] for part, size in zip(parts, ctx.sizes)]
+        return torch.cat([parts[rank]] + parts[:rank] + parts[rank + 1:])
+
+    @staticmethod
+    def backward(ctx, grad):
+        rank = dist.get_rank()
+        own, before, after = grad.split([ctx.sizes[rank], sum(ctx.sizes[:rank]), sum(ctx.sizes[rank + 1:])])
+        grad = sum_over_ranks(torch.cat([before, own, after]).contiguous())
+        return grad.split(ctx.sizes)[rank]
+
+
+def gather(x):
+    return _Gather.apply(x) if dist.is_initialized() else x
+
+
+def gather_rows(x, N):
+    """The (N, ...) tensor of all rows, on every process, of which this one holds rows rank::world as x."""
+    if not dist.is_initialized():
+        return x
+    world, rank = dist.get_world_size(), dist.get_rank()
+    whole = torch.zeros(N, *x.shape[1:], dtype=x.dtype, device=x.device)
+    whole[rank::world] = x
+    return sum_over_ranks(whole)
+
+
+# ---- the number of classes and the first centres ----
+
+def estimate_num_classes(z, num_known, max_classes, min_cluster, seed):
+    """Appendix E: k-means with K' clusters on the features z (N, H); the clusters with at least t rows are counted."""
+    K = min(max_classes or 3 * num_known, len(z))
+    sizes = np.bincount(KMeans(K, n_init=1, random_state=seed).fit_predict(z), minlength=K)
+    return max(int((sizes >= (min_cluster or len(z) / K / 2)).sum()), num_known)
+
+
+def semi_supervised_kmeans(x, label, K, num_known, seed, n_init=10):
+    """k-means with the labelled rows held in their classes (GCD's). x: (N, H). label: (N,), -1 unlabelled. Returns centres.
+
+    Known centres start from the labelled means, novel ones from random unlabelled rows; the best of n_init inertias wins.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    held, free = torch.where(label >= 0)[0], torch.where(label < 0)[0]
+    known = class_means(x, label, num_known)
+    best = (math.inf, None)
+    for _ in range(n_init):
+        novel = free[torch.randperm(len(free), generator=generator)[:K - num_known].to(free.device)]
+        centre, assigned = torch.cat([known, x[novel]]), None
+        for _ in range(100):
+            last, distance = assigned, (centre ** 2).sum(1) - 2 * x @ centre.T
+            assigned = distance.argmin(1)
+            assigned[held] = label[held]
+            if last is not None and torch.equal(last, assigned):
+                break
+            total = torch.zeros_like(centre).index_add_(0, assigned, x)
+            size = torch.bincount(assigned, minlength=K)[:, None]
+            centre = torch.where(size > 0, total / size.clamp_min(1), centre)
+        inertia = float(distance.gather(1, assigned[:, None]).sum())
+        best = min(best, (inertia, centre), key=lambda pair: pair[0])
+    return best[1]
+
+
+def mixture_step(x, held, label, centre, log_share, kappa):
+    """One EM step of a von Mises-Fisher mixture of one concentration, labelled rows held in their classes.
+
+    x: (N, H) unit rows. centre: (K, H) unit rows. log_share: (K,). Returns the new centre and log_share, and the old ones'
+    log-likelihood of each row (N,), up to a constant.
+    """
+    score = kappa * (x @ centre.T).float() + log_share
+    likelihood = score.logsumexp(1)
+    share = (score - likelihood[:, None]).exp_()
+    share[held] = 0
+    share[held, label[held]] = 1
+    log_share = ((share.sum(0) + 1e-3) / len(x)).log()
+    return normalize((share.T.to(x.dtype) @ x).float(), dim=1), log_share, likelihood
+
+
+def seed_centres(x, label, K, num_known, kappa, swaps, seed):
+    """Unit centres (K, H) to start the cluster head from: known classes from their labelled rows, novel ones discovered.
+
+    A mixture with learned class shares, so that a large class is not split to even out sizes. EM alone keeps the novel
+    centres near where they start, so `swaps` times one of them is moved to a row that the mixture explains badly, and the
+    move is kept if the likelihood of the unlabelled rows rises within three EM steps.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    held, free = torch.where(label >= 0)[0], torch.where(label < 0)[0]
+    fast = x.bfloat16() if pick_dtype("auto", x.device) == torch.bfloat16 else x  # good enough to compare moves
+    centre = class_means(x, label, num_known)
+    nearest = (x[free] @ centre.T).amax(1) if num_known else torch.zeros(len(free), device=x.device)
+    for _ in range(K - num_known):  # k-means++: a row far from every centre so far
+        i = free[torch.multinomial((1 - nearest).clamp_min(1e-6).cpu(), 1, generator=generator).to(free.device)]
+        centre = torch.cat([centre, x[i]])
+        nearest = torch.maximum(nearest, x[free] @ x[i[0]])
+
+    def settle(x, centre, log_share, steps):
+        for _ in range(steps):
+            centre, log_share, likelihood = mixture_step(x, held, label, centre.to(x.dtype), log_share, kappa)
+        return centre, log_share, likelihood[free]
+
+    uniform = -math.log(K)
+    now = settle(fast, centre, torch.full((K,), uniform, device=x.device), 20)
+    for _ in tqdm(range(swaps if K > num_known else 0), desc="seeding", disable=not sys.stderr.isatty(), leave=False):
+        j = num_known + int(torch.randint(K - num_known, (1,), generator=generator))
+        badly = (now[2].max() - now[2]).cpu() + 1e-6
+        i = free[torch.multinomial(badly, 1, generator=generator).to(free.device)]
+        centre, log_share = now[0].clone(), now[1].clone()
+        centre[j], log_share[j] = x[i], uniform
+        moved = settle(fast, centre, log_share, 3)
+        if moved[2].mean() > now[2].mean():
+            now = moved
+    return settle(x, now[0], now[1], 30)[0]
+
+
+def kmeans_rows(raw, pretrained, label, K, num_known, seed):
+    """Test clusters (3, M) of k-means on raw features, the same with labelled rows held, and k-means on pretrained ones.
+
+    raw, pretrained: {"train": (N, H), "test": (M, H)} unit rows. Fitted on train, test rows go to the nearest centre.
+    """
+    def nearest(z, centre):
+        return ((centre ** 2).sum(1) - 2 * z["test"] @ centre.T).argmin(1).cpu().numpy()
+
+    plain = [torch.from_numpy(KMeans(K, n_init=3, random_state=seed).fit(z["train"].cpu().numpy()).cluster_centers_).to(
+        z["train"]) for z in (raw, pretrained)]
+    held = semi_supervised_kmeans(raw["train"], label, K, num_known, seed)
+    return np.stack([nearest(raw, plain[0]), nearest(raw, held), nearest(pretrained, plain[1])])
+
+
+# ---- the loop ----
+
+def assign_pseudo_labels(log_p, label, args, lambda2, potential, marginal):
+    """Sec. 3.4 on this process's rows. log_p: (n, K). label: (n,), -1 unlabelled; marginal: MOT's beta.
+
+    Returns pseudo_label (n,), confidence (n,), the RotResult and the next marginal. Labelled rows keep their true labels.
+    """
+    penalty = {"rot": "reverse_kl", "eot": "kl", "cot": "equality", "mot": "equality"}[args.pseudo_label]
+    if args.pseudo_label == "mot":
+        marginal = moving_average_marginal(marginal, log_p, args.mu, sum_over_ranks)
+    result = relaxed_ot(log_p, args.lambda1, lambda2, penalty=penalty, init=potential, reduce=sum_over_ranks,
+                        prior=marginal if args.pseudo_label == "mot" else None)
+    pseudo_label = torch.where(label >= 0, label, result.plan.argmax(1))
+    confidence = log_p.gather(1, pseudo_label[:, None])[:, 0].exp()
+    return pseudo_label, torch.where(label >= 0, 1.0, confidence), result, marginal
+
+
+def batch_loss(encoder, head, hidden, view, rows, pseudo_label, confidence, clean, args):
+    """Eq. 12 on one batch: this process's share of the sum over the global batch. Returns (loss, contrastive, ce)."""
+    z = normalize(torch.stack([encoder.features(hidden, rows), encoder.features(view, rows)], 1), dim=2)
+    y, q, ok = pseudo_label[rows], confidence[rows], clean[rows]
+    counts = sum_over_ranks(torch.tensor([float(z.shape[0] * z.shape[1]), float(2 * ok.sum())], device=z.device))
+    none = torch.zeros(z.shape[:2], device=z.device)
+    cwcl, num_positive = (none, none) if args.no_cwcl else class_wise_loss(
+        z, y, q, ok, args.tau, not args.no_adaptive_weight, gather)
+    iwcl = none if args.no_iwcl else instance_wise_loss(z, args.tau, gather)
+    contrastive = contrastive_objective(cwcl, iwcl, num_positive).sum() / counts[0]
+    log_p = z[ok].flatten(0, 1) @ normalize(head, dim=1).T / args.temperature
+    ce = cross_entropy(log_p, y[ok].repeat_interleave(2), reduction="sum") / counts[1].clamp_min(1)
+    return args.omega * contrastive + (1 - args.omega) * ce, float(contrastive.detach()), float(ce.detach())
+
+
+def train_epoch(encoder, head, optimizer, schedule, hidden, view, pseudo_label, confidence, clean, steps, args, epoch, rank):
+    """`steps` batches over this process's rows. Returns the mean contrastive and cross-entropy loss of the epoch."""
+    generator = seed_epoch(args.seed, epoch, rank)
+    encoder.train()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    sums = torch.zeros(2)
+    for rows in torch.randperm(len(hidden), generator=generator).to(encoder.device).tensor_split(steps):
+        loss, contrastive, ce = batch_loss(encoder, head, hidden, view, rows, pseudo_label, confidence, clean, args)
+        optimizer.zero_grad()
+        loss.backward()
+        flat = sum_over_ranks(torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters]))
+        if not torch.isfinite(flat).all():
+            raise UserError(f"a gradient is not finite in epoch {epoch} at lr {schedule.get_last_lr()[0]:.1e}, rows "
+                            f"{rows[:8].tolist()}...: try a smaller --lr or --dtype float32; the last epoch is saved")
+        for p, g in zip(parameters, flat.split([p.numel() for p in parameters])):
+            p.grad = g.view_as(p)
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        schedule.step()
+        sums += torch.tensor([contrastive, ce])
+    return (sum_over_ranks(sums.to(encoder.device)) / steps).tolist()
+
+
+def versions():
+    return {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
+            "numpy": np.__version__, "scikit-learn": sklearn.__version__}
+
+
+def commit():
+    """The commit of this checkout, with + behind it when files differ; empty outside git."""
+    here = Path(__file__).parent
+    try:
+        said = subprocess.run(["git", "describe", "--always", "--dirty=+", "--abbrev=12"], cwd=here, capture_output=True, text=True)
+    except OSError:
+        return ""
+    return said.stdout.strip()
+
+
+def save_results(out, results):
+    clean = json.loads(json.dumps(results), parse_constant=lambda name: None)  # a group without rows: null, not NaN
+    write_atomic(out / "results.json", json.dumps(clean, indent=1) + "\n")
+
+
+def print_results(results, out):
+    print(f"\n{results['dataset']}, gamma {results['gamma']:g}, seed {results['seed']}, encoder {results['encoder']}, "
+          f"K {results['num_classes']}; test, percent")
+    columns = list(results["test"])
+    print(f"{'':28}" + "".join(f"{c.replace('per_class_mean', 'classes'):>9}" for c in columns))
+    rows = (("ImbaNID", "test"), ("ImbaNID, k-means on test (T)", "test_kmeans"), ("k-means, raw", "kmeans_raw"),
+            ("semi-sup. k-means, raw", "ss_kmeans_raw"), ("k-means, pre-trained", "kmeans_pretrained"))
+    for title, key in rows:
+        print(f"{title:28}" + "".join(f"{results[key][c]:9.2f}" for c in columns))
+    ahead = results["test"]["ACC"]
+    print(f"ImbaNID is {ahead - results['kmeans_raw']['ACC']:+.2f} ACC against k-means on raw features, "
+          f"{ahead - results['kmeans_pretrained']['ACC']:+.2f} on pre-trained ones, "
+          f"{ahead - results['ss_kmeans_raw']['ACC']:+.2f} against semi-supervised k-means on raw features")
+    print(f"everything is in {out}/: results.json, log.jsonl, last.pt, test_pred.npy, test_feature.npy, pseudo_label.npy, "
+          "confidence.npy, beta.npy")
+
+
+def resolve_num_classes(args, z, meta, rank):
+    """--num_classes as a number; auto looks at the pre-trained features z of all rows (process 0's)."""
+    if args.num_classes == "true":
+        return meta["num_classes"]
+    if args.num_classes == "auto":
+        K = estimate_num_classes(z.cpu().numpy(), meta["num_known"], args.max_classes, args.min_cluster,
+                                 args.seed) if rank == 0 else 0
+        K = int(sum_over_ranks(torch.tensor(K)))
+        if rank == 0:
+            print(f"estimated K {K} (the data has {meta['num_classes']})")
+        return K
+    if not args.num_classes.isdecimal() or not meta["num_known"] <= int(args.num_classes) <= len(z):
+        raise UserError(f"--num_classes {args.num_classes}: pass true, auto, or a number from {meta['num_known']} (the known "
+                        f"classes) to {len(z)} (the training rows)")
+    return int(args.num_classes)
+
+
+def main(args):
+    check_task(args.dataset, args.gamma, args.seed, args.known_ratio, args.labeled_ratio)
+    if args.pseudo_label not in ("rot", "cot", "eot", "mot"):
+        raise UserError(f"--pseudo_label {args.pseudo_label} is unknown: choose rot, cot, eot or mot")
+    run = run_name(args.dataset, args.gamma, args.seed, args.known_ratio, args.labeled_ratio)
+    data, base = Path(args.data_dir) / run, Path(args.out_dir) / run
+    out = base.with_name(f"{run}_{args.tag}") if args.tag else base
+    texts, labels, _, meta = read_run(data, dataset=args.dataset, gamma=args.gamma, seed=args.seed,
+                                      known_ratio=args.known_ratio, labeled_ratio=args.labeled_ratio)
+    pre = load_checkpoint(base / "pretrain.pt")
+    if pre is None:
+        raise UserError(f"{base}/pretrain.pt is missing: run pretrain.py for {run} first")
+    if pre["config"]["data"] != data_fingerprint(data):
+        raise UserError(f"{base}/pretrain.pt was trained on other data than {data} holds now: run pretrain.py --restart")
+    config = {k: v for k, v in asdict(args).items() if k not in ("data_dir", "out_dir", "restart", "device", "dtype", "tag")}
+    config["pretrain"] = pre["config"]
+    if (out / "results.json").exists():
+        results = json.loads((out / "results.json").read_text())
+        if same_config(results["config"], config, out / "results.json", args.restart):
+            print(f"{out}/results.json is there already, made with the same settings: skipped")
+            print_results(results, out)
+            return
+    rank, world, device = start_processes(args.device)
+    try:
+        train(args, texts, labels, meta, pre, config, base, out, data, rank, world, device)
+    finally:
+        if world > 1:
+            dist.destroy_process_group()
+
+
+def train(args, texts, labels, meta, pre, config, base, out, data, rank, world, device):
+    """Everything from the features to results.json; process 0 writes."""
+    started = time.time()
+    N, num_known = len(labels["train"]), meta["num_known"]
+    if args.batch_size < 1 or args.epochs < 1:
+        raise UserError("--batch_size and --epochs must be at least 1")
+    encoder = Encoder(pre["config"]["encoder"], pre["config"]["max_length"], device, pick_dtype(args.dtype, device))
+    tokens = encoder.tokenize(texts["train"][rank::world])
+    hidden = encoder.trunk(tokens, "reading train" if rank == 0 else None)
+    others = {s: encoder.trunk(encoder.tokenize(texts[s]), f"reading {s}") for s in ("dev", "test")} if rank == 0 else {}
+
+    def unit_features():
+        z = {"train": gather_rows(normalize(encoder.all_features(hidden), dim=1), N)}
+        return z | {s: normalize(encoder.all_features(h), dim=1) for s, h in others.items()}
+
+    raw = unit_features()
+    load_trained(encoder, pre["encoder"])
+    pretrained = unit_features()
+    label = torch.from_numpy(labels["train"]).to(device)
+    K = resolve_num_classes(args, pretrained["train"], meta, rank)
+    config["num_classes"] = args.num_classes
+    seconds = {"pretrain": pre["seconds"], "features": time.time() - started}
+
+    # The head: unit rows, one a class. Only process 0 seeds it; the others receive it.
+    clock = time.time()
+    head = torch.zeros(K, encoder.hidden_size, device=device)
+    if rank == 0:
+        out.mkdir(parents=True, exist_ok=True)
+        head += seed_centres(pretrained["train"], label, K, num_known, args.kappa, args.swaps, args.seed)
+    head = nn.Parameter(sum_over_ranks(head))
+    seconds["seeding"] = time.time() - clock
+    label = label[rank::world]
+    steps = math.ceil(N / args.batch_size)
+    optimizer = torch.optim.AdamW([{"params": list(encoder.last_layer.parameters()), "lr": args.lr},
+                                   {"params": [head], "lr": args.head_lr}], weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: 0.5 + 0.5 * math.cos(math.pi * step / (steps * args.epochs)))
+    lambda2 = args.lambda2 or (2.0 if args.gamma > 1 else 7.0)
+    epoch, log, potential = 0, [], None
+    marginal = torch.full((K,), 1 / K, dtype=torch.float64, device=device)
+
+    found = load_checkpoint(out / "last.pt")
+    if found and same_config(found["config"], config, out / "last.pt", args.restart):
+        load_trained(encoder, found["encoder"])
+        head.data.copy_(found["head"])
+        optimizer.load_state_dict(found["optimizer"])
+        schedule.load_state_dict(found["schedule"])
+        epoch, log = found["epoch"], found["log"]
+        potential, marginal = found["potential"].to(device), found["marginal"].to(device)
+        if rank == 0:
+            print(f"resuming {out}/last.pt after epoch {epoch}")
+
+    def assign():
+        """Pseudo-labels of this process's rows from the encoder and head as they are now."""
+        z = normalize(encoder.all_features(hidden), dim=1)
+        log_p = (z @ normalize(head.detach(), dim=1).T / args.temperature).log_softmax(1)
+        return assign_pseudo_labels(log_p, label, args, lambda2, potential, marginal)
+
+    clock, view = time.time(), None
+    with tqdm(total=args.epochs, initial=epoch, desc="training", disable=rank > 0 or not sys.stderr.isatty()) as bar:
+        while epoch < args.epochs:
+            pseudo_label, confidence, transport, marginal = assign()
+            potential = transport.potential
+            clean = select_clean(gather_rows(pseudo_label, N), gather_rows(confidence, N), transport.beta, args.rho, args.tau_g,
+                                 not args.no_dr, not args.no_qr, gather_rows(label, N) >= 0)
+            if view is None or epoch % args.view_epochs == 0:
+                drawing = torch.Generator().manual_seed(7919 * (epoch // args.view_epochs + 1) + 104729 * args.seed + rank)
+                view = encoder.trunk(encoder.replace_tokens(tokens, args.replace_rate, drawing))
+            epoch += 1
+            contrastive, ce = train_epoch(encoder, head, optimizer, schedule, hidden, view, pseudo_label, confidence,
+                                          clean[rank::world], steps, args, epoch, rank)
+            if rank == 0:
+                dev = normalize(encoder.all_features(others["dev"]), dim=1) @ normalize(head.detach(), dim=1).T
+                log.append({"epoch": epoch, "contrastive": contrastive, "ce": ce, "clean": float(clean.float().mean()),
+                            "confidence": float(confidence.mean()), "rot_iterations": transport.n_iter,
+                            "rot_residual": transport.residual, "beta_max": float(transport.beta.max()),
+                            "beta_min": float(transport.beta.min()),
+                            "dev_accuracy": 100 * float((dev.argmax(1).cpu().numpy() == labels["dev"]).mean())})
+                save_checkpoint(out / "last.pt", encoder=trained_state(encoder), head=head.detach().cpu(),
+                                optimizer=optimizer.state_dict(), schedule=schedule.state_dict(), epoch=epoch, log=log,
+                                potential=potential.cpu(), marginal=marginal.cpu(), config=config)
+                write_atomic(out / "log.jsonl", "".join(json.dumps(line) + "\n" for line in log))
+                bar.update()
+                bar.set_postfix(dev=f"{log[-1]['dev_accuracy']:.2f}", clean=f"{log[-1]['clean']:.2f}")
+    pseudo_label, confidence, transport, marginal = assign()
+    pseudo_label, confidence = gather_rows(pseudo_label, N), gather_rows(confidence, N)
+    seconds["train"] = time.time() - clock
+    if rank > 0:
+        return
+    clock = time.time()
+    z_test = normalize(encoder.all_features(others["test"]), dim=1)
+    pred = (z_test @ normalize(head.detach(), dim=1).T).argmax(1).cpu().numpy()
+    rows = base / f"kmeans_{K}.npy"
+    if not rows.exists() or args.restart:
+        found = kmeans_rows(raw, pretrained, torch.from_numpy(labels["train"]).to(device), K, num_known, args.seed)
+        write_atomic(rows, lambda f: np.save(f, found))
+    by_kmeans = KMeans(K, n_init=3, random_state=args.seed).fit_predict(z_test.cpu().numpy())  # protocol T
+    counts = np.load(data / "class_counts.npy")
+    scores = {key: cluster_metrics(labels["test"], cluster, num_known, counts)
+              for key, cluster in zip(("test", "test_kmeans", "kmeans_raw", "ss_kmeans_raw", "kmeans_pretrained"),
+                                      (pred, by_kmeans, *np.load(rows)))}
+    truth = np.load(data / "train_truth.npy")
+    hidden_rows = labels["train"] < 0
+    scores["train_unlabelled"] = cluster_metrics(truth[hidden_rows], pseudo_label.cpu().numpy()[hidden_rows], num_known, counts)
+    for name, value in (("pseudo_label", pseudo_label), ("confidence", confidence), ("beta", transport.beta)):
+        write_atomic(out / f"{name}.npy", lambda f, value=value: np.save(f, value.cpu().numpy()))
+    write_atomic(out / "test_feature.npy", lambda f: np.save(f, z_test.cpu().numpy()))
+    write_atomic(out / "test_pred.npy", lambda f: np.save(f, pred))
+    seconds["evaluate"] = time.time() - clock
+    save_results(out, {"dataset": args.dataset, "gamma": args.gamma, "seed": args.seed, "method": "imbanid", "tag": args.tag,
+                       "encoder": pre["config"]["encoder"], "epochs": epoch, **scores, "num_classes": K, "processes": world,
+                       "seconds": seconds, "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+                       "config": config, "commit": commit(), "versions": versions()})
+    print_results(json.loads((out / "results.json").read_text()), out)
+
+
+if __name__ == "__main__":
+    run_script(main, Args)
