@@ -93,10 +93,10 @@ def parse_args(Args, argv=None):
     return Args(**vars(parser.parse_args(argv)))
 
 
-def run_script(main, Args):
-    """Parse the flags, run main(args), and turn what a user can cause into one line on stderr and exit code 2."""
+def run_script(main, Args=None):
+    """Run main(args), or main(words) without Args, and turn what a user can cause into one line on stderr, exit code 2."""
     try:
-        main(parse_args(Args))
+        main(parse_args(Args) if Args else sys.argv[1:])
     except UserError as err:
         message = str(err)
     except OSError as err:
@@ -105,7 +105,8 @@ def run_script(main, Args):
         message = f"cannot write {err.filename or 'the output'}: {err.strerror}; nothing was left half-written"
     else:
         return
-    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
+    if os.environ.get("RANK", "0") == "0":  # under torchrun every process meets the same mistake: one of them says so
+        print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
     sys.exit(2)
 
 

@@ -10,6 +10,7 @@ L_p = cross-entropy on the labelled rows + masked language modelling on all rows
 and the heads train. The epoch with the best accuracy on dev, which holds known classes only, is kept.
 """
 import hashlib
+import math
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from sklearn.cluster import KMeans
 from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 from tqdm import tqdm
@@ -119,6 +121,111 @@ def load_trained(module, state):
             own[name].copy_(value)
 
 
+# ---- what the pre-trained features give by themselves: K, the first centres, the k-means rows ----
+
+def estimate_num_classes(z, num_known, max_classes, min_cluster, seed):
+    """Appendix E: k-means with K' clusters on the features z (N, H); the clusters with at least t rows are counted."""
+    K = min(max_classes or 3 * num_known, len(z))
+    sizes = np.bincount(KMeans(K, n_init=1, random_state=seed).fit_predict(z.cpu().numpy()), minlength=K)
+    return max(int((sizes >= (min_cluster or len(z) / K / 2)).sum()), num_known)
+
+
+def semi_supervised_kmeans(x, label, K, num_known, seed, n_init=10):
+    """k-means with the labelled rows held in their classes (GCD's). x: (N, H). label: (N,), -1 unlabelled. Returns centres.
+
+    Known centres start from the labelled means, novel ones from random unlabelled rows; the best of n_init inertias wins.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    held, free = torch.where(label >= 0)[0], torch.where(label < 0)[0]
+    known = class_means(x, label, num_known)
+    best = (math.inf, None)
+    for _ in range(n_init):
+        novel = free[torch.randperm(len(free), generator=generator)[:K - num_known].to(free.device)]
+        centre, assigned = torch.cat([known, x[novel]]), None
+        for _ in range(100):
+            last, distance = assigned, (centre ** 2).sum(1) - 2 * x @ centre.T
+            assigned = distance.argmin(1)
+            assigned[held] = label[held]
+            if last is not None and torch.equal(last, assigned):
+                break
+            total = torch.zeros_like(centre).index_add_(0, assigned, x)
+            size = torch.bincount(assigned, minlength=K)[:, None]
+            centre = torch.where(size > 0, total / size.clamp_min(1), centre)
+        inertia = float(distance.gather(1, assigned[:, None]).sum())
+        best = min(best, (inertia, centre), key=lambda pair: pair[0])
+    return best[1]
+
+
+def mixture_step(x, held, label, centre, log_share, kappa, label_weight):
+    """One EM step of a von Mises-Fisher mixture of one concentration, labelled rows held in their classes.
+
+    x: (N, H) unit rows. centre: (K, H) unit rows. log_share: (K,). A labelled row counts label_weight times in its centre.
+    Returns the new centre and log_share, and the old ones' log-likelihood of each row (N,), up to a constant.
+    """
+    score = kappa * (x @ centre.T).float() + log_share
+    likelihood = score.logsumexp(1)
+    share = (score - likelihood[:, None]).exp_()
+    share[held] = 0
+    share[held, label[held]] = 1
+    log_share = ((share.sum(0) + 1e-3) / len(x)).log()
+    share[held] *= label_weight
+    return normalize((share.T.to(x.dtype) @ x).float(), dim=1), log_share, likelihood
+
+
+def seed_centres(x, label, K, num_known, kappa, label_weight, swaps, seed):
+    """Unit centres (K, H) to start the cluster head from: known classes from their labelled rows, novel ones discovered.
+
+    A mixture with learned class shares, so that a large class is not split to even out sizes. EM alone keeps the novel
+    centres near where they start, so `swaps` times one of them is moved to a row that the mixture explains badly, and the
+    move is kept if the likelihood of the unlabelled rows rises within three EM steps. Each labelled row stands for
+    label_weight rows of its class, which keeps a known centre from drifting to a larger neighbour.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    held, free = torch.where(label >= 0)[0], torch.where(label < 0)[0]
+    fast = x.bfloat16() if pick_dtype("auto", x.device) == torch.bfloat16 else x  # good enough to compare moves
+    centre = class_means(x, label, num_known)
+    nearest = (x[free] @ centre.T).amax(1) if num_known else torch.zeros(len(free), device=x.device)
+    for _ in range(K - num_known):  # k-means++: a row far from every centre so far
+        i = free[torch.multinomial((1 - nearest).clamp_min(1e-6).cpu(), 1, generator=generator).to(free.device)]
+        centre = torch.cat([centre, x[i]])
+        nearest = torch.maximum(nearest, x[free] @ x[i[0]])
+
+    def settle(x, centre, log_share, steps):
+        for _ in range(steps):
+            centre, log_share, likelihood = mixture_step(x, held, label, centre.to(x.dtype), log_share, kappa,
+                                                         label_weight)
+        return centre, log_share, likelihood[free]
+
+    uniform = -math.log(K)
+    now = settle(fast, centre, torch.full((K,), uniform, device=x.device), 20)
+    for _ in tqdm(range(swaps if K > num_known else 0), desc="seeding", disable=not sys.stderr.isatty(), leave=False):
+        j = num_known + int(torch.randint(K - num_known, (1,), generator=generator))
+        badly = (now[2].max() - now[2]).cpu() + 1e-6
+        i = free[torch.multinomial(badly, 1, generator=generator).to(free.device)]
+        centre, log_share = now[0].clone(), now[1].clone()
+        centre[j], log_share[j] = x[i], uniform
+        moved = settle(fast, centre, log_share, 3)
+        if moved[2].mean() > now[2].mean():
+            now = moved
+    return settle(x, now[0], now[1], 30)[0]
+
+
+def kmeans_rows(raw, pretrained, label, K, num_known, seed):
+    """Test clusters (3, M) of k-means on raw features, the same with labelled rows held, and k-means on pretrained ones.
+
+    raw, pretrained: {"train": (N, H), "test": (M, H)} unit rows. Fitted on train, test rows go to the nearest centre.
+    """
+    def nearest(z, centre):
+        return ((centre ** 2).sum(1) - 2 * z["test"] @ centre.T).argmin(1).cpu().numpy()
+
+    plain = [torch.from_numpy(KMeans(K, n_init=3, random_state=seed).fit(z["train"].cpu().numpy()).cluster_centers_).to(
+        z["train"]) for z in (raw, pretrained)]
+    held = semi_supervised_kmeans(raw["train"], label, K, num_known, seed)
+    return np.stack([nearest(raw, plain[0]), nearest(raw, held), nearest(pretrained, plain[1])])
+
+
+# ---- pre-training ----
+
 def train_epoch(encoder, classifier, optimizer, hidden, masked, target, label, args, epoch):
     """One pass over all rows in random order, a labelled batch beside every batch. Returns mean CE and mean MLM loss."""
     generator = seed_epoch(args.seed, epoch)
@@ -133,12 +240,13 @@ def train_epoch(encoder, classifier, optimizer, hidden, masked, target, label, a
         mlm = encoder.mlm_loss(masked, rows, target) if not args.no_mlm else torch.zeros((), device=encoder.device)
         loss = ce + mlm
         if not torch.isfinite(loss):
-            raise UserError(f"the loss is {float(loss)} in epoch {epoch} at lr {args.lr}: try a smaller --lr or --dtype float32")
+            raise UserError(f"the loss is {loss.item()} in epoch {epoch} at lr {args.lr}: try a smaller --lr or --dtype "
+                            "float32")
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 1.0)
         optimizer.step()
-        sums += torch.tensor([float(ce), float(mlm)])
+        sums += torch.stack([ce.detach(), mlm.detach()]).cpu()
     return (sums / len(batches)).tolist()
 
 
@@ -208,6 +316,8 @@ def main(args):
     seconds = time.time() - start
     save_checkpoint(done, **best, config=config, log=log, seconds=seconds)
     part.unlink(missing_ok=True)
+    for stale in out.glob("kmeans_*.npy"):  # train_imbanid.py keeps them from one run to the next
+        stale.unlink()
     print(f"pre-training: {epoch} epochs in {seconds:.0f} s, best dev accuracy {best['dev_accuracy']:.2f} after epoch "
           f"{best['epoch']}; written to {done}")
 

@@ -22,7 +22,10 @@ if [ "$dataset" = demo ]; then encoder=${ENCODER:-minilm}; else encoder=${ENCODE
 launch=(python)
 if [ "$nproc" != 1 ]; then launch=(torchrun --standalone --nproc_per_node "$nproc"); fi
 
-runs=()
+tag=
+for ((i = 1; i < $#; i++)); do if [ "${!i}" = --tag ]; then next=$((i + 1)) && tag=_${!next}; fi; done
+
+folders=()
 for seed in $seeds; do
     task=(--dataset "$dataset" --gamma "$gamma" --seed "$seed" --known_ratio "${KNOWN_RATIO:-0.75}")
     # raw corpus -> data/<run>/
@@ -31,7 +34,8 @@ for seed in $seeds; do
     python pretrain.py "${task[@]}" --encoder "$encoder"
     # data/<run>/ and out/<run>/pretrain.pt -> out/<run>/results.json and what belongs to it
     "${launch[@]}" train_imbanid.py "${task[@]}" "$@"
-    runs+=("$(python train_imbanid.py "${task[@]}" "$@" --print_folder)")
+    run=$(python -c "import make_lt_data as m; print(m.run_name('$dataset', float('$gamma'), $seed, float('${KNOWN_RATIO:-0.75}')))")
+    folders+=("out/$run$tag")
 done
 # out/<run>/results.json of every seed -> mean and standard deviation on screen
-python figures.py mean "${runs[@]}"
+python figures.py mean "${folders[@]}"

@@ -37,8 +37,19 @@ from encoder import Encoder, pick_dtype
 from losses import class_wise_loss, contrastive_objective, instance_wise_loss, select_clean
 from make_lt_data import UserError, check_task, read_run, run_name, run_script, write_atomic
 from metrics import cluster_metrics
-from pretrain import (class_means, data_fingerprint, load_checkpoint, load_trained, pick_device, same_config,
-                      save_checkpoint, seed_epoch, trained_state)
+from pretrain import (
+    data_fingerprint,
+    estimate_num_classes,
+    kmeans_rows,
+    load_checkpoint,
+    load_trained,
+    pick_device,
+    same_config,
+    save_checkpoint,
+    seed_centres,
+    seed_epoch,
+    trained_state,
+)
 from rot import moving_average_marginal, relaxed_ot
 
 
@@ -76,6 +87,7 @@ class Args:
     head_lr: float = 5e-4  # AdamW, cluster head
     batch_size: int = 512  # rows, over all processes (Sec. 4.1)
     kappa: float = 40.0  # concentration of the mixture that seeds the head's novel rows; not in the paper
+    label_weight: float = 0.0  # rows a labelled row counts for in that mixture; 0: 1 / labeled_ratio
     swaps: int = 150  # relocations of a novel centre that the seeding tries
     device: str = "auto"  # cpu, cuda, or auto: cuda where there is one
     dtype: str = "auto"  # float32, bfloat16, or auto: bfloat16 where the hardware multiplies it natively
@@ -144,106 +156,6 @@ def gather_rows(x, N):
     return sum_over_ranks(whole)
 
 
-# ---- the number of classes and the first centres ----
-
-def estimate_num_classes(z, num_known, max_classes, min_cluster, seed):
-    """Appendix E: k-means with K' clusters on the features z (N, H); the clusters with at least t rows are counted."""
-    K = min(max_classes or 3 * num_known, len(z))
-    sizes = np.bincount(KMeans(K, n_init=1, random_state=seed).fit_predict(z), minlength=K)
-    return max(int((sizes >= (min_cluster or len(z) / K / 2)).sum()), num_known)
-
-
-def semi_supervised_kmeans(x, label, K, num_known, seed, n_init=10):
-    """k-means with the labelled rows held in their classes (GCD's). x: (N, H). label: (N,), -1 unlabelled. Returns centres.
-
-    Known centres start from the labelled means, novel ones from random unlabelled rows; the best of n_init inertias wins.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    held, free = torch.where(label >= 0)[0], torch.where(label < 0)[0]
-    known = class_means(x, label, num_known)
-    best = (math.inf, None)
-    for _ in range(n_init):
-        novel = free[torch.randperm(len(free), generator=generator)[:K - num_known].to(free.device)]
-        centre, assigned = torch.cat([known, x[novel]]), None
-        for _ in range(100):
-            last, distance = assigned, (centre ** 2).sum(1) - 2 * x @ centre.T
-            assigned = distance.argmin(1)
-            assigned[held] = label[held]
-            if last is not None and torch.equal(last, assigned):
-                break
-            total = torch.zeros_like(centre).index_add_(0, assigned, x)
-            size = torch.bincount(assigned, minlength=K)[:, None]
-            centre = torch.where(size > 0, total / size.clamp_min(1), centre)
-        inertia = float(distance.gather(1, assigned[:, None]).sum())
-        best = min(best, (inertia, centre), key=lambda pair: pair[0])
-    return best[1]
-
-
-def mixture_step(x, held, label, centre, log_share, kappa):
-    """One EM step of a von Mises-Fisher mixture of one concentration, labelled rows held in their classes.
-
-    x: (N, H) unit rows. centre: (K, H) unit rows. log_share: (K,). Returns the new centre and log_share, and the old ones'
-    log-likelihood of each row (N,), up to a constant.
-    """
-    score = kappa * (x @ centre.T).float() + log_share
-    likelihood = score.logsumexp(1)
-    share = (score - likelihood[:, None]).exp_()
-    share[held] = 0
-    share[held, label[held]] = 1
-    log_share = ((share.sum(0) + 1e-3) / len(x)).log()
-    return normalize((share.T.to(x.dtype) @ x).float(), dim=1), log_share, likelihood
-
-
-def seed_centres(x, label, K, num_known, kappa, swaps, seed):
-    """Unit centres (K, H) to start the cluster head from: known classes from their labelled rows, novel ones discovered.
-
-    A mixture with learned class shares, so that a large class is not split to even out sizes. EM alone keeps the novel
-    centres near where they start, so `swaps` times one of them is moved to a row that the mixture explains badly, and the
-    move is kept if the likelihood of the unlabelled rows rises within three EM steps.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    held, free = torch.where(label >= 0)[0], torch.where(label < 0)[0]
-    fast = x.bfloat16() if pick_dtype("auto", x.device) == torch.bfloat16 else x  # good enough to compare moves
-    centre = class_means(x, label, num_known)
-    nearest = (x[free] @ centre.T).amax(1) if num_known else torch.zeros(len(free), device=x.device)
-    for _ in range(K - num_known):  # k-means++: a row far from every centre so far
-        i = free[torch.multinomial((1 - nearest).clamp_min(1e-6).cpu(), 1, generator=generator).to(free.device)]
-        centre = torch.cat([centre, x[i]])
-        nearest = torch.maximum(nearest, x[free] @ x[i[0]])
-
-    def settle(x, centre, log_share, steps):
-        for _ in range(steps):
-            centre, log_share, likelihood = mixture_step(x, held, label, centre.to(x.dtype), log_share, kappa)
-        return centre, log_share, likelihood[free]
-
-    uniform = -math.log(K)
-    now = settle(fast, centre, torch.full((K,), uniform, device=x.device), 20)
-    for _ in tqdm(range(swaps if K > num_known else 0), desc="seeding", disable=not sys.stderr.isatty(), leave=False):
-        j = num_known + int(torch.randint(K - num_known, (1,), generator=generator))
-        badly = (now[2].max() - now[2]).cpu() + 1e-6
-        i = free[torch.multinomial(badly, 1, generator=generator).to(free.device)]
-        centre, log_share = now[0].clone(), now[1].clone()
-        centre[j], log_share[j] = x[i], uniform
-        moved = settle(fast, centre, log_share, 3)
-        if moved[2].mean() > now[2].mean():
-            now = moved
-    return settle(x, now[0], now[1], 30)[0]
-
-
-def kmeans_rows(raw, pretrained, label, K, num_known, seed):
-    """Test clusters (3, M) of k-means on raw features, the same with labelled rows held, and k-means on pretrained ones.
-
-    raw, pretrained: {"train": (N, H), "test": (M, H)} unit rows. Fitted on train, test rows go to the nearest centre.
-    """
-    def nearest(z, centre):
-        return ((centre ** 2).sum(1) - 2 * z["test"] @ centre.T).argmin(1).cpu().numpy()
-
-    plain = [torch.from_numpy(KMeans(K, n_init=3, random_state=seed).fit(z["train"].cpu().numpy()).cluster_centers_).to(
-        z["train"]) for z in (raw, pretrained)]
-    held = semi_supervised_kmeans(raw["train"], label, K, num_known, seed)
-    return np.stack([nearest(raw, plain[0]), nearest(raw, held), nearest(pretrained, plain[1])])
-
-
 # ---- the loop ----
 
 def assign_pseudo_labels(log_p, label, args, lambda2, potential, marginal):
@@ -277,7 +189,7 @@ def batch_loss(encoder, head, hidden, view, rows, pseudo_label, confidence, clea
 
 
 def train_epoch(encoder, head, optimizer, schedule, hidden, view, pseudo_label, confidence, clean, steps, args, epoch, rank):
-    """`steps` batches over this process's rows. Returns the mean contrastive and cross-entropy loss of the epoch."""
+    """`steps` batches over this process's rows. Returns the epoch's mean contrastive and cross-entropy loss."""
     generator = seed_epoch(args.seed, epoch, rank)
     encoder.train()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -296,7 +208,8 @@ def train_epoch(encoder, head, optimizer, schedule, hidden, view, pseudo_label, 
         optimizer.step()
         schedule.step()
         sums += torch.tensor([contrastive, ce])
-    return (sum_over_ranks(sums.to(encoder.device)) / steps).tolist()
+    contrastive, ce = (sum_over_ranks(sums.to(encoder.device)) / steps).tolist()
+    return {"contrastive": contrastive, "ce": ce}
 
 
 def versions():
@@ -306,9 +219,9 @@ def versions():
 
 def commit():
     """The commit of this checkout, with + behind it when files differ; empty outside git."""
-    here = Path(__file__).parent
+    ask = ["git", "describe", "--always", "--dirty=+", "--abbrev=12"]
     try:
-        said = subprocess.run(["git", "describe", "--always", "--dirty=+", "--abbrev=12"], cwd=here, capture_output=True, text=True)
+        said = subprocess.run(ask, cwd=Path(__file__).parent, capture_output=True, text=True)
     except OSError:
         return ""
     return said.stdout.strip()
@@ -337,26 +250,48 @@ def print_results(results, out):
 
 
 def resolve_num_classes(args, z, meta, rank):
-    """--num_classes as a number; auto looks at the pre-trained features z of all rows (process 0's)."""
+    """--num_classes as a number; auto looks at the pre-trained features z of all rows (on process 0)."""
     if args.num_classes == "true":
         return meta["num_classes"]
     if args.num_classes == "auto":
-        K = estimate_num_classes(z.cpu().numpy(), meta["num_known"], args.max_classes, args.min_cluster,
-                                 args.seed) if rank == 0 else 0
-        K = int(sum_over_ranks(torch.tensor(K)))
+        K = torch.zeros(1, dtype=torch.int64, device=z.device)
         if rank == 0:
-            print(f"estimated K {K} (the data has {meta['num_classes']})")
-        return K
+            K += estimate_num_classes(z, meta["num_known"], args.max_classes, args.min_cluster, args.seed)
+            print(f"estimated K {int(K)} (the benchmark has {meta['num_classes']})")
+        return int(sum_over_ranks(K))
     if not args.num_classes.isdecimal() or not meta["num_known"] <= int(args.num_classes) <= len(z):
         raise UserError(f"--num_classes {args.num_classes}: pass true, auto, or a number from {meta['num_known']} (the known "
                         f"classes) to {len(z)} (the training rows)")
     return int(args.num_classes)
 
 
+def evaluate(args, encoder, z, head, pseudo_label, data, labels, meta, kmeans_file):
+    """Metrics of the finished model: {row of results.json: scores}, and the test predictions (M,).
+
+    z: {"raw", "pretrained", "final"}: {"train", "test"} unit features. This is the one place that opens train_truth.npy.
+    """
+    K, num_known = len(head), meta["num_known"]
+    pred = (z["final"]["test"] @ normalize(head, dim=1).T).argmax(1).cpu().numpy()
+    if not kmeans_file.exists() or args.restart:
+        label = torch.from_numpy(labels["train"]).to(head.device)
+        found = kmeans_rows(z["raw"], z["pretrained"], label, K, num_known, args.seed)
+        write_atomic(kmeans_file, lambda f: np.save(f, found))
+    clusters = dict(zip(("kmeans_raw", "ss_kmeans_raw", "kmeans_pretrained"), np.load(kmeans_file)), test=pred)
+    clusters["test_kmeans"] = KMeans(K, n_init=3, random_state=args.seed).fit_predict(z["final"]["test"].cpu().numpy())
+    counts, truth = np.load(data / "class_counts.npy"), np.load(data / "train_truth.npy")
+    scores = {row: cluster_metrics(labels["test"], found, num_known, counts) for row, found in clusters.items()}
+    unlabelled = labels["train"] < 0
+    scores["train_unlabelled"] = cluster_metrics(truth[unlabelled], pseudo_label[unlabelled], num_known, counts)
+    return scores, pred
+
+
 def main(args):
     check_task(args.dataset, args.gamma, args.seed, args.known_ratio, args.labeled_ratio)
     if args.pseudo_label not in ("rot", "cot", "eot", "mot"):
         raise UserError(f"--pseudo_label {args.pseudo_label} is unknown: choose rot, cot, eot or mot")
+    for flag in ("batch_size", "epochs", "view_epochs", "tau", "temperature", "lambda1", "lr", "kappa"):
+        if not getattr(args, flag) > 0:
+            raise UserError(f"--{flag} {getattr(args, flag)} must be above 0")
     run = run_name(args.dataset, args.gamma, args.seed, args.known_ratio, args.labeled_ratio)
     data, base = Path(args.data_dir) / run, Path(args.out_dir) / run
     out = base.with_name(f"{run}_{args.tag}") if args.tag else base
@@ -372,58 +307,62 @@ def main(args):
     if (out / "results.json").exists():
         results = json.loads((out / "results.json").read_text())
         if same_config(results["config"], config, out / "results.json", args.restart):
-            print(f"{out}/results.json is there already, made with the same settings: skipped")
-            print_results(results, out)
+            if os.environ.get("RANK", "0") == "0":
+                print(f"{out}/results.json is there already, made with the same settings: skipped")
+                print_results(results, out)
             return
     rank, world, device = start_processes(args.device)
     try:
-        train(args, texts, labels, meta, pre, config, base, out, data, rank, world, device)
+        train(args, texts, labels, meta, pre, config, data, base, out, rank, world, device)
     finally:
         if world > 1:
             dist.destroy_process_group()
 
 
-def train(args, texts, labels, meta, pre, config, base, out, data, rank, world, device):
-    """Everything from the features to results.json; process 0 writes."""
-    started = time.time()
-    N, num_known = len(labels["train"]), meta["num_known"]
-    if args.batch_size < 1 or args.epochs < 1:
-        raise UserError("--batch_size and --epochs must be at least 1")
+def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, device):
+    """From the features to results.json. Process `rank` holds training rows rank::world; process 0 also dev and test."""
+    clock = [time.time()]
+    seconds = {"pretrain": pre["seconds"]}
+
+    def lap(stage):
+        clock.append(time.time())
+        seconds[stage] = clock[-1] - clock[-2]
+
+    N = len(labels["train"])
     encoder = Encoder(pre["config"]["encoder"], pre["config"]["max_length"], device, pick_dtype(args.dtype, device))
     tokens = encoder.tokenize(texts["train"][rank::world])
     hidden = encoder.trunk(tokens, "reading train" if rank == 0 else None)
     others = {s: encoder.trunk(encoder.tokenize(texts[s]), f"reading {s}") for s in ("dev", "test")} if rank == 0 else {}
 
-    def unit_features():
-        z = {"train": gather_rows(normalize(encoder.all_features(hidden), dim=1), N)}
-        return z | {s: normalize(encoder.all_features(h), dim=1) for s, h in others.items()}
+    def unit_features(*splits):
+        z = {split: normalize(encoder.all_features(others[split]), dim=1) for split in splits if split in others}
+        return z | {"train": gather_rows(normalize(encoder.all_features(hidden), dim=1), N)}
 
-    raw = unit_features()
+    z = {"raw": unit_features("test")}
     load_trained(encoder, pre["encoder"])
-    pretrained = unit_features()
+    z["pretrained"] = unit_features("test")
     label = torch.from_numpy(labels["train"]).to(device)
-    K = resolve_num_classes(args, pretrained["train"], meta, rank)
-    config["num_classes"] = args.num_classes
-    seconds = {"pretrain": pre["seconds"], "features": time.time() - started}
+    K = resolve_num_classes(args, z["pretrained"]["train"], meta, rank)
+    lap("features")
 
-    # The head: unit rows, one a class. Only process 0 seeds it; the others receive it.
-    clock = time.time()
+    # The cluster head: K unit rows, known classes first. Process 0 seeds it, the others receive it.
     head = torch.zeros(K, encoder.hidden_size, device=device)
     if rank == 0:
         out.mkdir(parents=True, exist_ok=True)
-        head += seed_centres(pretrained["train"], label, K, num_known, args.kappa, args.swaps, args.seed)
+        head += seed_centres(z["pretrained"]["train"], label, K, meta["num_known"], args.kappa, args.label_weight, args.swaps,
+                             args.seed)
     head = nn.Parameter(sum_over_ranks(head))
-    seconds["seeding"] = time.time() - clock
-    label = label[rank::world]
+    lap("seeding")
+
+    label, labelled = label[rank::world], label >= 0
     steps = math.ceil(N / args.batch_size)
     optimizer = torch.optim.AdamW([{"params": list(encoder.last_layer.parameters()), "lr": args.lr},
                                    {"params": [head], "lr": args.head_lr}], weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: 0.5 + 0.5 * math.cos(math.pi * step / (steps * args.epochs)))
     lambda2 = args.lambda2 or (2.0 if args.gamma > 1 else 7.0)
-    epoch, log, potential = 0, [], None
+    epoch, log, potential, view = 0, [], None, None
     marginal = torch.full((K,), 1 / K, dtype=torch.float64, device=device)
-
     found = load_checkpoint(out / "last.pt")
     if found and same_config(found["config"], config, out / "last.pt", args.restart):
         load_trained(encoder, found["encoder"])
@@ -436,67 +375,54 @@ def train(args, texts, labels, meta, pre, config, base, out, data, rank, world, 
             print(f"resuming {out}/last.pt after epoch {epoch}")
 
     def assign():
-        """Pseudo-labels of this process's rows from the encoder and head as they are now."""
-        z = normalize(encoder.all_features(hidden), dim=1)
-        log_p = (z @ normalize(head.detach(), dim=1).T / args.temperature).log_softmax(1)
+        """Pseudo-labels of this process's rows, from the encoder and the head as they are now."""
+        own = normalize(encoder.all_features(hidden), dim=1)
+        log_p = (own @ normalize(head.detach(), dim=1).T / args.temperature).log_softmax(1)
         return assign_pseudo_labels(log_p, label, args, lambda2, potential, marginal)
 
-    clock, view = time.time(), None
     with tqdm(total=args.epochs, initial=epoch, desc="training", disable=rank > 0 or not sys.stderr.isatty()) as bar:
         while epoch < args.epochs:
             pseudo_label, confidence, transport, marginal = assign()
             potential = transport.potential
             clean = select_clean(gather_rows(pseudo_label, N), gather_rows(confidence, N), transport.beta, args.rho, args.tau_g,
-                                 not args.no_dr, not args.no_qr, gather_rows(label, N) >= 0)
+                                 not args.no_dr, not args.no_qr, labelled)
             if view is None or epoch % args.view_epochs == 0:
                 drawing = torch.Generator().manual_seed(7919 * (epoch // args.view_epochs + 1) + 104729 * args.seed + rank)
                 view = encoder.trunk(encoder.replace_tokens(tokens, args.replace_rate, drawing))
             epoch += 1
-            contrastive, ce = train_epoch(encoder, head, optimizer, schedule, hidden, view, pseudo_label, confidence,
-                                          clean[rank::world], steps, args, epoch, rank)
+            losses = train_epoch(encoder, head, optimizer, schedule, hidden, view, pseudo_label, confidence,
+                                 clean[rank::world], steps, args, epoch, rank)
             if rank == 0:
-                dev = normalize(encoder.all_features(others["dev"]), dim=1) @ normalize(head.detach(), dim=1).T
-                log.append({"epoch": epoch, "contrastive": contrastive, "ce": ce, "clean": float(clean.float().mean()),
+                dev = (encoder.all_features(others["dev"]) @ normalize(head.detach(), dim=1).T).argmax(1).cpu().numpy()
+                log.append({"epoch": epoch, **losses, "clean": float(clean.float().mean()),
                             "confidence": float(confidence.mean()), "rot_iterations": transport.n_iter,
                             "rot_residual": transport.residual, "beta_max": float(transport.beta.max()),
                             "beta_min": float(transport.beta.min()),
-                            "dev_accuracy": 100 * float((dev.argmax(1).cpu().numpy() == labels["dev"]).mean())})
+                            "dev_accuracy": 100 * float((dev == labels["dev"]).mean())})
                 save_checkpoint(out / "last.pt", encoder=trained_state(encoder), head=head.detach().cpu(),
                                 optimizer=optimizer.state_dict(), schedule=schedule.state_dict(), epoch=epoch, log=log,
                                 potential=potential.cpu(), marginal=marginal.cpu(), config=config)
                 write_atomic(out / "log.jsonl", "".join(json.dumps(line) + "\n" for line in log))
                 bar.update()
                 bar.set_postfix(dev=f"{log[-1]['dev_accuracy']:.2f}", clean=f"{log[-1]['clean']:.2f}")
-    pseudo_label, confidence, transport, marginal = assign()
-    pseudo_label, confidence = gather_rows(pseudo_label, N), gather_rows(confidence, N)
-    seconds["train"] = time.time() - clock
+    pseudo_label, confidence, transport, _ = assign()
+    pseudo_label, confidence = (gather_rows(x, N).cpu().numpy() for x in (pseudo_label, confidence))
+    z["final"] = unit_features("test")
+    lap("train")
     if rank > 0:
         return
-    clock = time.time()
-    z_test = normalize(encoder.all_features(others["test"]), dim=1)
-    pred = (z_test @ normalize(head.detach(), dim=1).T).argmax(1).cpu().numpy()
-    rows = base / f"kmeans_{K}.npy"
-    if not rows.exists() or args.restart:
-        found = kmeans_rows(raw, pretrained, torch.from_numpy(labels["train"]).to(device), K, num_known, args.seed)
-        write_atomic(rows, lambda f: np.save(f, found))
-    by_kmeans = KMeans(K, n_init=3, random_state=args.seed).fit_predict(z_test.cpu().numpy())  # protocol T
-    counts = np.load(data / "class_counts.npy")
-    scores = {key: cluster_metrics(labels["test"], cluster, num_known, counts)
-              for key, cluster in zip(("test", "test_kmeans", "kmeans_raw", "ss_kmeans_raw", "kmeans_pretrained"),
-                                      (pred, by_kmeans, *np.load(rows)))}
-    truth = np.load(data / "train_truth.npy")
-    hidden_rows = labels["train"] < 0
-    scores["train_unlabelled"] = cluster_metrics(truth[hidden_rows], pseudo_label.cpu().numpy()[hidden_rows], num_known, counts)
-    for name, value in (("pseudo_label", pseudo_label), ("confidence", confidence), ("beta", transport.beta)):
-        write_atomic(out / f"{name}.npy", lambda f, value=value: np.save(f, value.cpu().numpy()))
-    write_atomic(out / "test_feature.npy", lambda f: np.save(f, z_test.cpu().numpy()))
-    write_atomic(out / "test_pred.npy", lambda f: np.save(f, pred))
-    seconds["evaluate"] = time.time() - clock
-    save_results(out, {"dataset": args.dataset, "gamma": args.gamma, "seed": args.seed, "method": "imbanid", "tag": args.tag,
-                       "encoder": pre["config"]["encoder"], "epochs": epoch, **scores, "num_classes": K, "processes": world,
-                       "seconds": seconds, "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-                       "config": config, "commit": commit(), "versions": versions()})
-    print_results(json.loads((out / "results.json").read_text()), out)
+    scores, pred = evaluate(args, encoder, z, head.detach(), pseudo_label, data, labels, meta, base / f"kmeans_{K}.npy")
+    lap("evaluate")
+    arrays = {"pseudo_label": pseudo_label, "confidence": confidence, "beta": transport.beta.cpu().numpy(), "test_pred": pred,
+              "test_feature": z["final"]["test"].cpu().numpy()}
+    for name, value in arrays.items():
+        write_atomic(out / f"{name}.npy", lambda f, value=value: np.save(f, value))
+    results = {"dataset": args.dataset, "gamma": args.gamma, "seed": args.seed, "method": "imbanid", "tag": args.tag,
+               "encoder": pre["config"]["encoder"], "epochs": epoch, **scores, "num_classes": K, "processes": world,
+               "seconds": seconds, "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+               "config": config, "commit": commit(), "versions": versions()}
+    save_results(out, results)
+    print_results(results, out)
 
 
 if __name__ == "__main__":

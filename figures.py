@@ -1,0 +1,95 @@
+"""Tables from finished runs.
+
+Reads   out/<run>/results.json or results/*.json   (train_imbanid.py)
+Writes  nothing but the screen; `keep` writes the small copies in results/ that README's tables are built from
+
+    python figures.py mean out/clinc_g10_s0 out/clinc_g10_s1 out/clinc_g10_s2      mean and standard deviation over seeds
+    python figures.py keep out/clinc_g10_s0 out/clinc_g10_s1                       copy results.json to results/<run>.json
+    python figures.py table                                                        README's results table, in Markdown
+"""
+import json
+from pathlib import Path
+
+import numpy as np
+
+from make_lt_data import CORPORA, UserError, run_script, write_atomic
+
+# The paper's Table 2, ImbaNID's row: {(dataset, gamma): (NMI, ARI, ACC)}.
+PAPER = {("clinc", 1): (97.26, 91.78, 95.64), ("clinc", 3): (95.60, 85.36, 90.44),
+         ("clinc", 5): (94.65, 81.90, 88.04), ("clinc", 10): (93.40, 76.21, 82.40),
+         ("banking", 1): (87.66, 70.13, 81.14), ("banking", 3): (86.79, 67.35, 76.72),
+         ("banking", 5): (83.60, 61.18, 72.89), ("banking", 10): (81.08, 55.80, 66.59),
+         ("stackoverflow", 1): (83.52, 77.06, 88.30), ("stackoverflow", 3): (82.12, 75.09, 87.40),
+         ("stackoverflow", 5): (81.42, 73.09, 86.50), ("stackoverflow", 10): (79.78, 71.15, 82.60)}
+ROWS = (("ImbaNID", "test"), ("ImbaNID, protocol T", "test_kmeans"), ("k-means, raw features", "kmeans_raw"),
+        ("semi-supervised k-means, raw", "ss_kmeans_raw"), ("k-means, pre-trained features", "kmeans_pretrained"))
+COLUMNS = ("ACC", "NMI", "ARI", "known", "novel", "head", "medium", "tail")
+
+
+def read_results(path):
+    """results.json of a run folder, or a small copy in results/."""
+    path = Path(path)
+    path = path / "results.json" if path.is_dir() else path
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing: train_imbanid.py has not finished that run") from None
+    except ValueError:
+        raise UserError(f"{path} is damaged: run train_imbanid.py for it again with --restart") from None
+
+
+def spread(runs, key):
+    """{column: (mean, standard deviation)} of one row of results over runs; null counts as missing."""
+    values = {c: np.array([run[key][c] for run in runs], dtype=float) for c in COLUMNS}
+    return {c: (v.mean(), v.std(ddof=1) if len(v) > 1 else 0.0) for c, v in values.items()}
+
+
+def print_mean(folders):
+    runs = [read_results(folder) for folder in folders]
+    first = runs[0]
+    print(f"\n{first['dataset']}, gamma {first['gamma']:g}, encoder {first['encoder']}, seeds "
+          f"{' '.join(str(run['seed']) for run in runs)}: mean and standard deviation, percent")
+    print(f"{'':30}" + "".join(f"{c:>14}" for c in COLUMNS))
+    for title, key in ROWS:
+        print(f"{title:30}" + "".join(f"{mean:8.2f} ±{sd:4.2f}" for mean, sd in spread(runs, key).values()))
+    minutes = np.array([sum(run["seconds"].values()) for run in runs]) / 60
+    print(f"{minutes.mean():.1f} minutes a run, peak memory {max(run['peak_memory_mb'] for run in runs):.0f} MB")
+
+
+def results_table(folder="results"):
+    """README's table in Markdown: our mean over seeds beside the paper's, built from results/*.json."""
+    groups = {}
+    for path in sorted(Path(folder).glob("*.json")):
+        run = read_results(path)
+        if run["method"] == "imbanid" and not run["tag"]:
+            groups.setdefault((run["dataset"], run["gamma"], run["encoder"]), []).append(run)
+    lines = ["| corpus | gamma | encoder | seeds | ACC | NMI | ARI | known | novel | semi-sup. k-means, ACC | k-means, ACC | "
+             "paper ACC / NMI / ARI (BERT) |", "|---|---|---|---|---|---|---|---|---|---|---|---|"]
+    for key in sorted(groups, key=lambda key: (list(CORPORA).index(key[0]), key[1:])):
+        (dataset, gamma, encoder), runs = key, groups[key]
+        ours = spread(runs, "test")
+        nmi, ari, acc = PAPER.get((dataset, gamma), (None, None, None))
+        cells = [CORPORA[dataset][0], f"{gamma:g}", encoder, " ".join(str(run["seed"]) for run in runs)]
+        cells += [f"{ours[c][0]:.2f} ± {ours[c][1]:.2f}" for c in ("ACC", "NMI", "ARI", "known", "novel")]
+        cells += [f"{spread(runs, row)['ACC'][0]:.2f}" for row in ("ss_kmeans_raw", "kmeans_raw")]
+        cells.append(f"{acc:.2f} / {nmi:.2f} / {ari:.2f}" if acc else "")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main(words):
+    command, paths = (words or [""])[0], words[1:]
+    if command not in ("mean", "keep", "table") or (command != "table" and not paths):
+        raise UserError("usage: figures.py mean RUN..., figures.py keep RUN..., or figures.py table; RUN is a folder in out/")
+    if command == "mean":
+        print_mean(paths)
+    elif command == "keep":
+        Path("results").mkdir(exist_ok=True)
+        for path in paths:
+            write_atomic(Path("results") / f"{Path(path).name}.json", json.dumps(read_results(path), indent=1) + "\n")
+    else:
+        print(results_table())
+
+
+if __name__ == "__main__":
+    run_script(main)
