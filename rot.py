@@ -55,6 +55,8 @@ def relaxed_ot(log_p, lambda1=0.05, lambda2=2.0, *, row=None, prior=None, penalt
     log_p, alpha, prior, g, reduce = _check(log_p, lambda1, lambda2, row, prior, penalty, init, reduce)
     tol = tol if tol is not None else 1e-9 if log_p.dtype == torch.float64 else 1e-6
     problem = _SemiDual(log_p, alpha, prior, lambda1, lambda2, penalty, chunk_rows or max(1, 2**20 // log_p.shape[1]), reduce)
+    if init is None:
+        g = problem.start()
     if solver == "newton":
         g, n_iter, residual = _newton(problem, g, tol, 100 if max_iter is None else max_iter)
     elif solver == "sinkhorn":
@@ -169,6 +171,18 @@ class _SemiDual:
         b = b / b.sum()
         return b, self.lambda2 * (self.prior * (self.prior / b).log()).sum() + g @ b
 
+    def start(self):
+        """g = 0, but a column that no row comes near (all scores 50 lambda1 or more behind) is lifted to its mean gap."""
+        K = self.log_p.shape[1]
+        sums = torch.zeros(3, K, dtype=torch.float64, device=self.log_p.device)
+        for start in range(0, len(self.log_p), self.chunk_rows):
+            score = self.log_p[start:start + self.chunk_rows].double()
+            gap = score.amax(1, keepdim=True) - score
+            finite = gap.isfinite()
+            sums += torch.stack([gap.masked_fill(~finite, 0).sum(0), finite.sum(0), (gap < 50 * self.lambda1).sum(0)])
+        total, finite, near = self.reduce(sums)
+        return torch.where((near == 0) & (finite > 0), total / finite.clamp_min(1), 0.0)
+
     def column_sums(self, g):
         """q = Q^T 1 (K,)."""
         q = torch.zeros_like(g)
@@ -204,38 +218,74 @@ class _SemiDual:
 
 
 def _newton(problem, g, tol, max_iter):
-    """Damped Newton ascent on the dual. Returns (g, steps, residual)."""
+    """Damped Newton ascent on the dual. Returns (g, steps, residual).
+
+    A small lambda1 makes the dual nearly piecewise linear, and from afar a Newton step then says little. Where a line
+    search fails, the same problem is first solved loosely at a larger lambda1, whose optimum is a good start, and so on up.
+    """
+    target, solved, n_iter = problem.lambda1, None, 0
+    level = target
+    while True:
+        problem.lambda1 = level
+        new_g, steps, stuck = _newton_at(problem, g, tol if level == target else 0.05, min(16, max_iter - n_iter))
+        n_iter += steps
+        if not stuck:
+            g, solved = new_g, level
+            if level == target:
+                break
+            level = target
+        else:
+            level = 4 * level if solved is None else (level * solved) ** 0.5
+            if n_iter >= max_iter or (solved is not None and level > 0.9 * solved):
+                g = new_g
+                break
+    problem.lambda1 = target
+    return g, n_iter, float((problem.beta(g)[0] - problem.column_sums(g)).abs().sum())
+
+
+def _newton_at(problem, g, tol, max_iter):
+    """At most max_iter Newton steps at one lambda1. Returns (g, steps, stuck): whether it ended above tol."""
     value, grad, curvature = problem.derivatives(g)
-    n_iter = 0
-    while grad.abs().sum() > tol and n_iter < max_iter:
-        n_iter += 1
-        # The constant shift of g is the one flat direction; a rank-one term along it makes the system definite.
-        scale = curvature.diagonal().max()
-        system = curvature + scale / len(g)
-        system.diagonal().add_(1e-14 * scale)
-        step = torch.linalg.lstsq(system, grad[:, None]).solution[:, 0]
+    for n_iter in range(max_iter + 1):
+        residual = float(grad.abs().sum())
+        if residual <= tol or n_iter == max_iter:
+            return g, n_iter, residual > tol
+        # The constant shift of g is the one flat direction; a rank-one term along it makes the system definite. The
+        # small diagonal term is for columns that no row comes near, where the dual is flat to the last digit.
+        diagonal = curvature.diagonal()
+        system = curvature + diagonal.max() / len(g) + torch.diag(1e-13 * diagonal.max() + 1e-12 * residual + 0 * diagonal)
+        factor, failed = torch.linalg.cholesky_ex(system)
+        if failed:
+            return g, n_iter, True
+        step = torch.cholesky_solve(grad[:, None], factor)[:, 0]
         slope, t = grad @ step, 1.0
         while True:
             trial = g + t * step
             new = problem.derivatives(trial)
             # Far away the value decides; close to the optimum its digits run out and the residual does.
-            if new[0] >= value + 1e-4 * t * slope or new[1].abs().sum() <= (1 - 0.1 * t) * grad.abs().sum():
+            if new[0] >= value + 1e-4 * t * slope or new[1].abs().sum() <= (1 - 0.1 * t) * residual:
                 break
             t /= 2
-            if t < 1e-8:
-                return g, n_iter, float(grad.abs().sum())
+            if t < 0.02:
+                return g, n_iter, True
         g, (value, grad, curvature) = trial - trial.mean(), new
-    return g, n_iter, float(grad.abs().sum())
 
 
 def _sinkhorn(problem, g, tol, max_iter, sweeps):
-    """The paper's Algorithm 1: Sinkhorn with beta held for `sweeps` sweeps, then beta and h. Returns (g, sweeps, residual)."""
+    """The paper's Algorithm 1: Sinkhorn with beta held for `sweeps` sweeps, then beta and h. Returns (g, sweeps, residual).
+
+    A column that gains mass gets a larger g and by Eq. 21 a smaller beta, so with one sweep an undamped update overshoots
+    where lambda2 is small against lambda1. The damping is that of the linearised joint update of g_j and beta_j; it leaves
+    the fixed point of the sweeps with beta held where it is.
+    """
     beta, q = problem.beta(g)[0], problem.column_sums(g)
     n_iter, residual = 0, float((q - beta).abs().sum())
     while residual > tol and n_iter < max_iter:
+        response = {"equality": 0.0, "kl": 1.0, "reverse_kl": beta / problem.prior}[problem.penalty] / problem.lambda2
         for _ in range(sweeps):
             # The plan at g already has its rows scaled (f); this is the column scaling of the same sweep.
-            g = g + problem.lambda1 * (beta.clamp_min(1e-300).log() - q.clamp_min(1e-300).log())
+            move = problem.lambda1 * (beta.clamp_min(1e-300).log() - q.clamp_min(1e-300).log())
+            g = g + move / (1 + problem.lambda1 * response)
             q = problem.column_sums(g)
             n_iter += 1
         beta = problem.beta(g)[0]

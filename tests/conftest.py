@@ -1,0 +1,94 @@
+"""A tiny corpus and a tiny encoder, so that the real scripts run whole in seconds."""
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPO))
+RAW = Path(os.environ.get("RAW_DIR") or REPO.parent / "shared" / "raw")
+
+
+def read_tsv(path):
+    with open(path, encoding="utf-8", newline="") as f:
+        return list(csv.reader(f, delimiter="\t"))
+
+
+def write_tsv(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w", encoding="utf-8", newline="") as f:
+        csv.writer(f, delimiter="\t", lineterminator="\n").writerows(rows)
+
+
+def script(name, *flags, ok=True, nproc=None, env=None, cwd=REPO):
+    """Run a script as a user does. Returns the finished process; with ok, it must have exited with 0."""
+    start = [sys.executable, str(REPO / name)]
+    if nproc:
+        start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(nproc), str(REPO / name)]
+    done = subprocess.run([*start, *map(str, flags)], cwd=cwd, capture_output=True, text=True, timeout=300,
+                          env={**os.environ, "OMP_NUM_THREADS": "2", **(env or {})})
+    if ok:
+        assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def one_line_error(done, *words):
+    """The script ended with exit code 2 and one clear line on stderr that holds all the words."""
+    assert done.returncode == 2, done.stdout + done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    assert len(lines) == 1 and "Traceback" not in done.stderr, done.stderr
+    for word in words:
+        assert word in lines[0], (word, lines[0])
+
+
+@pytest.fixture(scope="session")
+def real_raw():
+    if not (RAW / "clinc" / "train.tsv").exists():
+        pytest.skip(f"the raw corpora are not in {RAW}: set RAW_DIR to their folder")
+    return RAW
+
+
+@pytest.fixture(scope="session")
+def tiny_raw(tmp_path_factory):
+    """raw_dir with eight intents of the demo corpus, 40 training rows each."""
+    folder = tmp_path_factory.mktemp("raw")
+    names = sorted({row[1] for row in read_tsv(REPO / "data/raw/demo/train.tsv")[1:]})[:8]
+    for split, most in (("train", 40), ("dev", 10), ("test", 10)):
+        rows = read_tsv(REPO / f"data/raw/demo/{split}.tsv")
+        kept = [row for name in names for row in [r for r in rows[1:] if r[1] == name][:most]]
+        write_tsv(folder / "demo" / f"{split}.tsv", [rows[0], *kept])
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_encoder(tmp_path_factory):
+    """A two-layer BERT with random weights and a word vocabulary, as a local model folder."""
+    import torch
+    from transformers import BertConfig, BertForMaskedLM, BertTokenizerFast
+    folder = tmp_path_factory.mktemp("encoder")
+    words = sorted({w for row in read_tsv(REPO / "data/raw/demo/train.tsv")[1:] for w in row[0].lower().split() if w.isalpha()})
+    vocab = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]
+    (folder / "vocab.txt").write_text("\n".join(vocab) + "\n")
+    BertTokenizerFast(vocab_file=str(folder / "vocab.txt"), do_lower_case=True).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = BertConfig(vocab_size=len(vocab), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+                        max_position_embeddings=64)
+    BertForMaskedLM(config).save_pretrained(folder)
+    return folder
+
+
+TINY_PRETRAIN = ("--epochs", 2, "--batch_size", 64, "--max_length", 32, "--dtype", "float32")
+TINY_TRAIN = ("--epochs", 2, "--batch_size", 64, "--swaps", 5, "--dtype", "float32", "--head_lr", 0.01, "--lr", 0.001)
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory, tiny_raw, tiny_encoder):
+    """(task flags, folder) with data/ made and out/.../pretrain.pt trained once for the session."""
+    folder = tmp_path_factory.mktemp("run")
+    task = ("--dataset", "demo", "--gamma", 4, "--seed", 0, "--data_dir", folder / "data")
+    script("make_lt_data.py", *task, "--raw_dir", tiny_raw)
+    script("pretrain.py", *task, "--out_dir", folder / "out", "--encoder", tiny_encoder, *TINY_PRETRAIN)
+    return (*task, "--out_dir", folder / "out"), folder

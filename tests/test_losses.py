@@ -1,0 +1,115 @@
+import math
+
+import pytest
+import torch
+
+from losses import class_wise_loss, contrastive_objective, instance_wise_loss, select_clean
+
+
+def batch(B=7, V=2, H=5, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    z = torch.nn.functional.normalize(torch.randn(B, V, H, generator=generator, dtype=torch.float64), dim=-1)
+    label = torch.tensor([0, 0, 1, 1, 2, 0, 1])[:B]  # row 4 has no positive
+    confidence = torch.rand(B, generator=generator, dtype=torch.float64)
+    clean = torch.tensor([1, 1, 1, 0, 1, 1, 1], dtype=torch.bool)[:B]  # row 3 is noisy
+    return z, label, confidence, clean
+
+
+def naive(z, label, q, clean, tau, adaptive):
+    """Eq. 10 and 11 with nothing but loops."""
+    B, V, _ = z.shape
+    cwcl, iwcl, size = torch.zeros(B, V), torch.zeros(B, V), torch.zeros(B, V)
+    for i in range(B):
+        for v in range(V):
+            others = [(j, u) for j in range(B) for u in range(V) if (j, u) != (i, v)]
+            total = sum(math.exp(float(z[i, v] @ z[j, u]) / tau) for j, u in others)
+            for j, u in others:
+                log_p = math.log(math.exp(float(z[i, v] @ z[j, u]) / tau) / total)
+                if j == i:
+                    iwcl[i, v] -= log_p / (V - 1)
+                elif label[i] == label[j] and clean[i] and clean[j]:
+                    cwcl[i, v] -= log_p * (float(q[i] * q[j]) if adaptive else 1)
+                    size[i, v] += 1
+    return cwcl, iwcl, size
+
+
+@pytest.mark.parametrize("V,adaptive", [(2, True), (2, False), (3, True)])
+def test_against_the_double_loop(V, adaptive):
+    z, label, q, clean = batch(V=V)
+    cwcl, size = class_wise_loss(z, label, q, clean, 0.2, adaptive)
+    expected = naive(z, label, q, clean, 0.2, adaptive)
+    for found, wanted in zip((cwcl, instance_wise_loss(z, 0.2), size), expected):
+        assert torch.allclose(found.float(), wanted, atol=1e-5)
+    assert torch.allclose(contrastive_objective(cwcl, instance_wise_loss(z, 0.2), size).float(),
+                          (expected[0] + expected[1]) / (1 + expected[2]), atol=1e-5)
+
+
+def test_gradients():
+    z, label, q, clean = batch(5, 2, 3)
+    z = z.requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: class_wise_loss(x, label, q, clean, 0.5)[0], z)
+    assert torch.autograd.gradcheck(lambda x: instance_wise_loss(x, 0.5), z)
+
+
+def test_an_anchor_without_positives_has_no_loss_and_no_nan():
+    z, label, q, clean = batch()
+    z = z.requires_grad_()
+    loss, size = class_wise_loss(z, label, q, clean, 0.07)
+    for row in (3, 4):  # noisy; alone in its class
+        assert (loss[row] == 0).all() and (size[row] == 0).all()
+    loss.sum().backward()
+    assert z.grad.isfinite().all()
+    alone, zero = class_wise_loss(z.detach()[:1], label[:1], q[:1], clean[:1], 0.07)
+    assert (alone == 0).all() and (zero == 0).all()
+
+
+def test_class_0_is_a_class_like_any_other():
+    z, label, q, clean = batch()
+    assert torch.allclose(class_wise_loss(z, label, q, clean)[0], class_wise_loss(z, label + 5, q, clean)[0])
+    assert (class_wise_loss(z, label, q, clean)[1][0] == 4).all()  # rows 1 and 5, two views each
+
+
+def test_gather_gives_the_loss_of_the_whole_batch():
+    """Two halves that see each other through gather sum to the single-process loss and gradient."""
+    z, label, q, clean = batch(6)
+    whole = z.clone().requires_grad_()
+    loss = class_wise_loss(whole, label, q, clean)[0].sum() + instance_wise_loss(whole).sum()
+    loss.backward()
+    split = z.clone().requires_grad_()
+    total = 0
+    for own, rest in ((slice(0, 2), slice(2, 6)), (slice(2, 6), slice(0, 2))):
+        def gather(x, own=own, rest=rest):
+            full = {s.data_ptr(): s for s in ()} or next(s for s in (split, label, q, clean) if s.dtype == x.dtype and s.ndim == x.ndim)
+            return torch.cat([x, full[rest]])
+        total = total + class_wise_loss(split[own], label[own], q[own], clean[own], gather=gather)[0].sum()
+        total = total + instance_wise_loss(split[own], gather=gather).sum()
+    total.backward()
+    assert torch.allclose(total, loss) and torch.allclose(split.grad, whole.grad)
+
+
+def test_select_clean_worked_by_hand():
+    label = torch.tensor([0, 0, 0, 0, 1, 1, 0])
+    confidence = torch.tensor([0.5, 0.95, 0.3, 0.6, 0.2, 0.1, 0.6])
+    beta = torch.tensor([0.5, 0.5])
+    # N rho beta = 7 * 0.4 * 0.5 = 1.4 -> 2 a class: rows 1 and 3 (the first of two at 0.6) of class 0, both of class 1
+    assert select_clean(label, confidence, beta, 0.4, 0.9, use_qr=False).tolist() == [0, 1, 0, 1, 1, 1, 0]
+    assert select_clean(label, confidence, beta, 0.4, 0.9, use_dr=False).tolist() == [0, 1, 0, 0, 0, 0, 0]
+    assert select_clean(label, confidence, beta, 0.4, 0.55).tolist() == [0, 1, 0, 1, 1, 1, 1]  # the union
+    assert select_clean(label, confidence, beta, use_dr=False, use_qr=False).all()
+    shown = torch.tensor([0, 0, 1, 0, 0, 0, 0], dtype=torch.bool)
+    assert select_clean(label, confidence, beta, 0.4, 0.9, use_qr=False, labelled=shown).tolist() == [0, 1, 1, 1, 1, 1, 0]
+
+
+def test_an_empty_class_selects_nothing_and_an_exact_quota_is_not_rounded_up():
+    label = torch.tensor([0] * 10)
+    clean = select_clean(label, torch.linspace(0, 1, 10), torch.tensor([0.3, 0.7]), rho=1.0, use_qr=False)
+    assert clean.sum() == 3  # 10 * 1 * 0.3 is 3, not ceil(3.0000000000000004) = 4
+
+
+@pytest.mark.parametrize("call,word", [
+    (lambda z, y, q, c: class_wise_loss(z[:, 0], y, q, c), "z"), (lambda z, y, q, c: class_wise_loss(z, y[:3], q, c), "label"),
+    (lambda z, y, q, c: class_wise_loss(z, y, q[:3], c), "confidence"), (lambda z, y, q, c: class_wise_loss(z, y, q, c[:3]), "clean"),
+    (lambda z, y, q, c: class_wise_loss(z, y, q, c, tau=0), "tau"), (lambda z, y, q, c: instance_wise_loss(z[:, :1]), "view")])
+def test_bad_arguments_are_named(call, word):
+    with pytest.raises(ValueError, match=word):
+        call(*batch())

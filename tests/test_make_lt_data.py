@@ -1,0 +1,167 @@
+import filecmp
+import hashlib
+import http.server
+import threading
+
+import numpy as np
+import pytest
+from conftest import one_line_error, read_tsv, script, write_tsv
+
+import make_lt_data
+from make_lt_data import CORPORA, long_tail_counts, make_split, parse_args, raw_corpus, read_run, run_name
+
+TOTALS = [("clinc", 3, 10863), ("clinc", 5, 8884), ("clinc", 10, 6978), ("banking", 3, 7770), ("banking", 5, 6411),
+          ("banking", 10, 5041), ("stackoverflow", 3, 10970), ("stackoverflow", 5, 9036), ("stackoverflow", 10, 7179)]
+
+
+@pytest.mark.parametrize("dataset,gamma,total", TOTALS)
+def test_the_papers_totals(real_raw, dataset, gamma, total):
+    rows, _ = raw_corpus(dataset, real_raw, "")
+    texts, labels, names, counts, num_known, labelled = make_split(rows, gamma, 0, 0.75, 0.1)
+    K = {"clinc": 150, "banking": 77, "stackoverflow": 20}[dataset]
+    assert len(texts["train"]) == counts.sum() == total
+    assert (len(names), num_known) == (K, {150: 113, 77: 58, 20: 15}[K])
+    assert np.array_equal(np.bincount(labels["train"], minlength=K), counts)
+    assert set(labels["train"][labelled]) == set(range(num_known))  # every known class has a labelled row, no novel one has
+    assert labels["dev"].max() < num_known and set(labels["test"]) == set(range(K))
+    assert labelled.sum() == sum(-(-n // 10) for n in counts[:num_known].tolist())
+
+
+def test_real_corpora_are_the_published_ones(real_raw, capsys):
+    for dataset, sizes in (("clinc", (18000, 2250, 2250)), ("banking", (9003, 1000, 3080)), ("stackoverflow", (18000, 1000, 1000))):
+        rows, sha = raw_corpus(dataset, real_raw, "")
+        assert sha == CORPORA[dataset][2] and tuple(len(rows[s]) for s in ("train", "dev", "test")) == sizes
+    assert capsys.readouterr().err == ""
+
+
+def test_profile_worked_by_hand():
+    rng = np.random.default_rng(0)
+    assert long_tail_counts(np.full(3, 100), 100.0, rng).tolist().count(100) == 1
+    assert sorted(long_tail_counts(np.full(3, 100), 100.0, rng).tolist()) == [1, 10, 100]  # 100, 100/10, 100/100
+    assert long_tail_counts(np.array([5, 100, 50]), 4.0, rng).tolist() == [5, 100, 50]  # 25 wanted, 5 there: capped
+    assert long_tail_counts(np.array([7, 9]), 1.0, rng).tolist() == [7, 9]
+    assert min(long_tail_counts(np.full(150, 120), 10.0, rng)) == 12  # 120 / 10 and not 11
+
+
+def test_same_seed_same_bytes_other_seed_other_split(tmp_path, tiny_raw):
+    for name, seed in (("a", 3), ("b", 3), ("c", 4)):
+        script("make_lt_data.py", "--dataset", "demo", "--gamma", 4, "--seed", seed, "--data_dir", tmp_path / name, "--raw_dir",
+               tiny_raw)
+    first, again, other = (tmp_path / n / f"demo_g4_s{s}" for n, s in (("a", 3), ("b", 3), ("c", 4)))
+    names = sorted(p.name for p in first.iterdir())
+    assert filecmp.cmpfiles(first, again, names, shallow=False)[0] == names
+    assert (first / "train.tsv").read_bytes() != (other / "train.tsv").read_bytes()
+    assert not list(tmp_path.rglob("*.part"))
+
+
+def test_hidden_labels_are_only_in_train_truth(tiny_run):
+    task, folder = tiny_run
+    run = folder / "data" / "demo_g4_s0"
+    label, truth = np.load(run / "train_label.npy"), np.load(run / "train_truth.npy")
+    written = [row[1] for row in read_tsv(run / "train.tsv")[1:]]
+    names = (run / "labels.txt").read_text().split()
+    assert [names.index(w) if w else -1 for w in written] == label.tolist()
+    assert (label < 0).sum() > 0 and np.array_equal(label[label >= 0], truth[label >= 0])
+    assert np.load(run / "class_counts.npy").tolist() == np.bincount(truth).tolist()
+    (run / "train_truth.npy").rename(run / "aside.npy")
+    texts, labels, _, _ = read_run(run, dataset="demo", gamma=4.0, seed=0)
+    (run / "aside.npy").rename(run / "train_truth.npy")
+    assert len(texts["train"]) == len(label) and "truth" not in labels
+
+
+def test_skips_what_is_done_and_prints_the_table_row(tmp_path, tiny_raw):
+    flags = ("--dataset", "demo", "--gamma", 4, "--data_dir", tmp_path, "--raw_dir", tiny_raw)
+    first, second = script("make_lt_data.py", *flags).stdout, script("make_lt_data.py", *flags).stdout
+    assert "skipped" in second and "skipped" not in first
+    assert all("|Dl|" in out and "|Du|" in out for out in (first, second))
+
+
+def test_known_ratios_and_run_names(tiny_raw):
+    rows, _ = raw_corpus("demo", tiny_raw, "")
+    assert [make_split(rows, 1, 0, ratio, 0.1)[4] for ratio in (0.25, 0.5, 0.75)] == [2, 4, 6]
+    assert run_name("clinc", 10.0, 0) == "clinc_g10_s0" and run_name("clinc", 2.5, 1, 0.5, 0.2) == "clinc_g2.5_s1_k50_l20"
+
+
+def broken(tmp_path, tiny_raw, change):
+    for split in ("train", "dev", "test"):
+        target = tmp_path / "raw/demo" / f"{split}.tsv"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes((tiny_raw / "demo" / f"{split}.tsv").read_bytes())
+    change(tmp_path / "raw/demo/train.tsv")
+    done = script("make_lt_data.py", "--dataset", "demo", "--gamma", 4, "--raw_dir", tmp_path / "raw", "--data_dir",
+                  tmp_path / "data", ok=False)
+    assert done.returncode == 0 or not list(tmp_path.glob("data/*")), "something half-written was left"
+    return done
+
+
+def append(what):
+    return lambda path: path.write_bytes(path.read_bytes() + what)
+
+
+@pytest.mark.parametrize("change,words", [
+    (lambda p: p.unlink(), ["missing"]), (lambda p: p.write_bytes(b""), ["empty"]), (lambda p: p.write_bytes(b"text\tlabel\n"), ["empty"]),
+    (append(b"one column\n"), ["line 322", "1 column"]), (append(b"a\tb\tc\n"), ["3 column"]), (append(b" \tcheck\n"), ["empty text"]),
+    (append(b"hello\t\n"), ["empty label"]), (append(b"\xff\xfe\tx\n"), ["line 322", "UTF-8"]), (append(b"a\0b\tx\n"), ["NUL"]),
+    (append(b'"open\tx\n'), ["quoting"])])
+def test_broken_raw_files(tmp_path, tiny_raw, change, words):
+    one_line_error(broken(tmp_path, tiny_raw, change), "train.tsv", *words)
+
+
+def test_crlf_is_accepted(tmp_path, tiny_raw):
+    assert broken(tmp_path, tiny_raw, lambda p: p.write_bytes(p.read_bytes().replace(b"\n", b"\r\n"))).returncode == 0
+    assert not any("\r" in row[0] for row in read_tsv(tmp_path / "data/demo_g4_s0/train.tsv"))
+
+
+@pytest.mark.parametrize("flags,words", [
+    (["--dataset", "atis"], ["atis", "clinc"]), (["--gamma", "0.5"], ["gamma", ">= 1"]), (["--gamma", "0"], ["gamma"]),
+    (["--gamma", "ten"], ["gamma", "ten"]), (["--gamma", "nan"], ["gamma"]), (["--known_ratio", "0"], ["known_ratio"]),
+    (["--labeled_ratio", "2"], ["labeled_ratio"]), (["--seed", "-1"], ["seed"]), (["--gama", "3"], ["--gama"]),
+    (["--dataset", "clinc", "--mirror", "http://127.0.0.1:9"], ["download", "--raw_dir"])])
+def test_bad_flags(tmp_path, flags, words):
+    one_line_error(script("make_lt_data.py", "--data_dir", tmp_path, *flags, ok=False, cwd=tmp_path), *words)
+    assert not list(tmp_path.glob("*/*.part"))
+
+
+@pytest.fixture
+def server(tmp_path):
+    """A local host for downloads; requested paths are taken from tmp_path/www."""
+    def handler(*args):
+        return http.server.SimpleHTTPRequestHandler(*args, directory=str(tmp_path / "www"))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as httpd:
+        threading.Thread(target=httpd.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{httpd.server_port}", tmp_path / "www"
+        httpd.shutdown()
+
+
+def test_download_checks_sha256_and_renames(tmp_path, server, tiny_raw, monkeypatch):
+    address, www = server
+    sums = {}
+    for split in ("train", "dev", "test"):
+        raw = (tiny_raw / "demo" / f"{split}.tsv").read_bytes()
+        (www / "home").mkdir(parents=True, exist_ok=True)
+        (www / "home" / f"{split}.tsv").write_bytes(raw)
+        sums[split] = hashlib.sha256(raw).hexdigest()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(CORPORA, "clinc", ("CLINC150-LT", "home", sums))
+    flags = ["--dataset", "clinc", "--gamma", "4", "--mirror", address]
+    make_lt_data.main(parse_args(make_lt_data.Args, flags))
+    assert (tmp_path / "data/clinc_g4_s0/meta.json").exists()
+    assert sorted(p.name for p in (tmp_path / "data/raw/clinc").iterdir()) == ["dev.tsv", "test.tsv", "train.tsv"]
+
+
+def test_wrong_checksum_leaves_nothing(tmp_path, server):
+    address, www = server
+    home = www / CORPORA["clinc"][1]
+    write_tsv(home / "train.tsv", [["text", "label"], ["changed", "x"]])
+    one_line_error(script("make_lt_data.py", "--mirror", address, ok=False, cwd=tmp_path), "sha256")
+    assert not [p for p in (tmp_path / "data").rglob("*") if p.is_file()]
+    one_line_error(script("make_lt_data.py", "--dataset", "banking", "--mirror", address, ok=False, cwd=tmp_path), "Not Found")
+
+
+def test_a_folder_made_with_another_seed_is_refused(tmp_path, tiny_run):
+    task, folder = tiny_run
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/demo_g4_s1").symlink_to(folder / "data/demo_g4_s0")
+    done = script("pretrain.py", "--dataset", "demo", "--gamma", 4, "--seed", 1, "--data_dir", tmp_path / "data", "--out_dir",
+                  tmp_path / "out", ok=False)
+    one_line_error(done, "seed 0, not 1")

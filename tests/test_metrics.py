@@ -1,0 +1,57 @@
+import numpy as np
+import pytest
+
+from metrics import cluster_metrics, match_clusters, size_groups
+
+
+def test_worked_by_hand():
+    truth = np.array([0, 0, 1, 1, 2, 2])
+    cluster = np.array([1, 1, 0, 0, 2, 0])
+    scores = cluster_metrics(truth, cluster, num_known=2, class_counts=np.array([50, 20, 5]))
+    assert scores["ACC"] == pytest.approx(100 * 5 / 6)
+    assert scores["known"] == 100 and scores["novel"] == 50
+    assert scores["per_class_mean"] == pytest.approx(100 * 2.5 / 3)
+    assert scores["NMI"] == pytest.approx(73.97, abs=0.01)
+    # pairs together in truth 3, in clusters 4, in both 2; expected 3 * 4 / 15 = 0.8
+    assert scores["ARI"] == pytest.approx(100 * (2 - 0.8) / ((3 + 4) / 2 - 0.8))
+
+
+def test_one_matching_over_all_classes():
+    truth = np.array([0] * 6 + [1] * 4)
+    cluster = np.array([0] * 10)  # everything in one cluster: it can serve one class only
+    scores = cluster_metrics(truth, cluster, 1, np.array([6, 4]))
+    assert scores["ACC"] == 60 and scores["known"] == 100 and scores["novel"] == 0
+
+
+def test_more_and_fewer_clusters_than_classes():
+    truth = np.array([0, 0, 0, 1, 1, 1])
+    assert cluster_metrics(truth, np.array([5, 5, 7, 2, 2, 3]), 1, np.array([3, 3]))["ACC"] == pytest.approx(100 * 4 / 6)
+    assert cluster_metrics(truth, np.zeros(6, dtype=int), 1, np.array([3, 3]))["ACC"] == 50
+
+
+def test_a_permutation_of_the_numbers_changes_nothing():
+    rng = np.random.default_rng(0)
+    truth, cluster = rng.integers(0, 9, 200), rng.integers(0, 9, 200)
+    counts = rng.permutation(np.arange(10, 19))
+    first = cluster_metrics(truth, cluster, 6, counts)
+    assert first == pytest.approx(cluster_metrics(truth, rng.permutation(9)[cluster], 6, counts))
+    assert sorted(match_clusters(truth, cluster)) == list(range(9))
+
+
+def test_head_medium_tail_within_known_and_within_novel():
+    counts = np.array([10, 90, 80, 70, 60, 50, 40, 30, 20, 100] + [5, 15, 25])  # 10 known, 3 novel
+    groups = size_groups(counts, 10)
+    assert sorted(groups["head"]) == [1, 2, 9, 12] and sorted(groups["tail"]) == [0, 7, 8, 10]
+    assert sorted(np.concatenate(list(groups.values()))) == list(range(13))
+    big = size_groups(np.arange(150), 113)
+    assert [len(big[g]) for g in ("head", "medium", "tail")] == [34 + 11, 45 + 15, 34 + 11]
+
+
+def test_a_group_without_rows_is_nan_not_zero():
+    assert np.isnan(cluster_metrics(np.array([0, 1]), np.array([0, 1]), 2, np.array([3, 4]))["novel"])
+
+
+@pytest.mark.parametrize("truth,cluster", [([], []), ([0, 1], [0]), ([0, -1], [0, 1])])
+def test_bad_arguments(truth, cluster):
+    with pytest.raises(ValueError):
+        match_clusters(np.array(truth, dtype=int), np.array(cluster, dtype=int))

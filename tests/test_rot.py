@@ -1,0 +1,199 @@
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import linear_sum_assignment
+
+from rot import moving_average_marginal, relaxed_ot
+
+PENALTIES = ("reverse_kl", "kl", "equality")
+
+
+def scores(N=40, K=6, seed=0, sharp=3.0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    logits = sharp * torch.randn(N, K, generator=generator, dtype=torch.float64) - torch.arange(K) * 0.5
+    return logits.log_softmax(1).to(dtype)
+
+
+def divergence(beta, prior, penalty):
+    if penalty == "equality":
+        return 0.0
+    a, b = (prior, beta) if penalty == "reverse_kl" else (beta, prior)
+    return float((a * (a / b).log()).sum())
+
+
+def objective(Q, log_p, lambda1, lambda2, prior, penalty):
+    entropy = torch.where(Q > 0, Q * (Q.clamp_min(1e-300).log() - 1), 0.0).sum()
+    return float(-(Q * log_p).sum() + lambda1 * entropy) + lambda2 * divergence(Q.sum(0), prior, penalty)
+
+
+@pytest.mark.parametrize("solver", ["newton", "sinkhorn"])
+@pytest.mark.parametrize("penalty", PENALTIES)
+@pytest.mark.parametrize("lambda1,lambda2", [(0.05, 2.0), (0.5, 0.3), (0.1, 7.0)])
+def test_the_five_derivatives_of_appendix_a_are_zero(solver, penalty, lambda1, lambda2):
+    log_p, N, K = scores(), 40, 6
+    prior = torch.arange(1.0, K + 1, dtype=torch.float64) / 21
+    r = relaxed_ot(log_p, lambda1, lambda2, prior=prior, penalty=penalty, solver=solver)
+    assert r.converged and r.residual <= 1e-9
+    Q, beta, g = r.plan, r.beta, r.potential
+    f = lambda1 * Q.log() - log_p - g  # dL/dQ = lambda1 log Q - log P - f - g = 0 means: f depends on the row alone
+    assert (f - f.mean(1, keepdim=True)).abs().max() < 1e-9
+    assert torch.allclose(Q.sum(1), torch.full((N,), 1 / N, dtype=torch.float64), atol=1e-13)  # dL/df
+    assert (Q.sum(0) - beta).abs().sum() < 2e-9  # dL/dg
+    assert abs(beta.sum() - 1) < 1e-12  # dL/dh
+    if penalty == "reverse_kl":  # dL/dbeta = -lambda2 prior / beta + g - h = 0 means: h is one number
+        h = g - lambda2 * prior / beta
+        assert (h - h.mean()).abs().max() < 1e-7
+    elif penalty == "kl":
+        h = g + lambda2 * (beta / prior).log()
+        assert (h - h.mean()).abs().max() < 1e-7
+    else:
+        assert torch.allclose(beta, prior)
+
+
+@pytest.mark.parametrize("penalty", PENALTIES)
+def test_never_above_random_feasible_points_nor_sinkhorn(penalty):
+    log_p, N, K = scores(seed=1), 40, 6
+    prior = torch.full((K,), 1 / K, dtype=torch.float64)
+    best = objective(relaxed_ot(log_p, 0.2, 1.0, penalty=penalty).plan, log_p, 0.2, 1.0, prior, penalty)
+    with_sinkhorn = relaxed_ot(log_p, 0.2, 1.0, penalty=penalty, solver="sinkhorn").plan
+    assert best <= objective(with_sinkhorn, log_p, 0.2, 1.0, prior, penalty) + 1e-9
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(200):
+        Q = torch.rand(N, K, generator=generator, dtype=torch.float64) ** 3 + 1e-6
+        for _ in range(200 if penalty == "equality" else 1):  # feasible: rows always, columns where beta is fixed
+            if penalty == "equality":
+                Q = Q * (prior / Q.sum(0))
+            Q = Q / Q.sum(1, keepdim=True) / N
+        assert best <= objective(Q, log_p, 0.2, 1.0, prior, penalty) + 1e-6
+
+
+@pytest.mark.parametrize("penalty", PENALTIES)
+def test_agrees_with_a_convex_solver(penalty):
+    import cvxpy
+    log_p, K = scores(12, 4, seed=3), 4
+    prior, lambda1, lambda2 = np.array([0.1, 0.2, 0.3, 0.4]), 0.3, 0.8
+    Q = cvxpy.Variable((12, 4), nonneg=True)
+    beta = cvxpy.sum(Q, axis=0)
+    cost = -cvxpy.sum(cvxpy.multiply(Q, log_p.numpy())) - lambda1 * cvxpy.sum(cvxpy.entr(Q)) - lambda1 * cvxpy.sum(Q)
+    limits = [cvxpy.sum(Q, axis=1) == 1 / 12]
+    if penalty == "equality":
+        limits.append(beta == prior)
+    elif penalty == "kl":
+        cost += lambda2 * cvxpy.sum(cvxpy.kl_div(beta, prior))  # adds beta - prior, which sums to 0
+    else:
+        cost += lambda2 * cvxpy.sum(cvxpy.kl_div(prior, beta))
+    cvxpy.Problem(cvxpy.Minimize(cost), limits).solve(solver="CLARABEL")
+    r = relaxed_ot(log_p, lambda1, lambda2, prior=torch.tensor(prior), penalty=penalty)
+    assert np.abs(Q.value - r.plan.numpy()).max() < 1e-5 and K == len(r.beta)
+
+
+def test_limits():
+    log_p = scores(seed=4)
+    fixed = relaxed_ot(log_p, 0.1, penalty="equality")
+    for penalty in ("reverse_kl", "kl"):
+        assert (relaxed_ot(log_p, 0.1, 1e6, penalty=penalty).plan - fixed.plan).abs().max() < 1e-6
+        free = relaxed_ot(log_p, 0.1, 1e-3, penalty=penalty).plan  # almost no pull: rows keep their own preference
+        assert (free * 40 - (log_p / 0.1).softmax(1)).abs().max() < 0.2
+    cost = torch.rand(8, 8, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    plan = relaxed_ot(-cost, 1e-3, penalty="equality").plan
+    assert plan.argmax(1).tolist() == linear_sum_assignment(cost.numpy())[1].tolist()
+
+
+@pytest.mark.parametrize("penalty", PENALTIES)
+def test_symmetries(penalty):
+    log_p = scores(seed=6)
+    r = relaxed_ot(log_p, 0.1, 1.0, penalty=penalty)
+    rows, columns = torch.randperm(40), torch.randperm(6)
+    assert torch.allclose(relaxed_ot(log_p[rows][:, columns], 0.1, 1.0, penalty=penalty).plan, r.plan[rows][:, columns], atol=1e-9)
+    assert torch.allclose(relaxed_ot(log_p * 5, 0.5, 5.0, penalty=penalty).plan, r.plan, atol=1e-8)
+    assert torch.allclose(relaxed_ot(log_p + torch.randn(40, 1, dtype=torch.float64), 0.1, 1.0, penalty=penalty).plan, r.plan,
+                          atol=1e-9)  # rows need not be normalised
+    twice = relaxed_ot(log_p.repeat(2, 1), 0.1, 1.0, penalty=penalty)
+    weighted = relaxed_ot(log_p, 0.1, 1.0, penalty=penalty, row=torch.full((40,), 3.0))
+    assert torch.allclose(twice.beta, r.beta, atol=1e-9) and torch.allclose(weighted.plan, r.plan, atol=1e-10)
+
+
+def test_row_weights_are_repeated_rows():
+    log_p = scores(10, 4, seed=7)
+    weight = torch.tensor([1.0, 2, 3, 1, 1, 4, 1, 2, 1, 1])
+    r = relaxed_ot(log_p, 0.1, 1.0, row=weight)
+    assert torch.allclose(r.beta, relaxed_ot(log_p.repeat_interleave(weight.long(), 0), 0.1, 1.0).beta, atol=1e-9)
+    assert torch.allclose(r.plan.sum(1), weight.double() / weight.sum())
+
+
+@pytest.mark.parametrize("change", [
+    lambda x: x.masked_fill(torch.eye(40, 6, dtype=torch.bool), float("-inf")),
+    lambda x: torch.cat([torch.tensor([[float("-inf")] * 5 + [0.0]], dtype=x.dtype), x]),
+    lambda x: torch.cat([x[:, :5], torch.full((40, 1), -1e4, dtype=x.dtype)], 1),
+    lambda x: x[:3], lambda x: x[:1], lambda x: x[:, :1], lambda x: x[:1].repeat(40, 1), lambda x: x * 50 + 7])
+@pytest.mark.parametrize("penalty", PENALTIES)
+def test_survives(change, penalty):
+    log_p = change(scores(seed=8))
+    before = log_p.clone()
+    r = relaxed_ot(log_p, 0.05, 2.0, penalty=penalty)
+    assert torch.equal(log_p, before), "the input was written to"
+    assert r.converged and r.plan.isfinite().all() and (r.plan >= 0).all()
+    assert (r.plan.sum(0) - r.beta).abs().sum() < 1e-8
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_low_precision_input_is_solved_in_high_precision(dtype):
+    log_p = scores(400, 10, dtype=dtype)
+    r, exact = relaxed_ot(log_p), relaxed_ot(log_p.double())
+    assert r.plan.dtype == torch.float32 and r.residual <= 1e-5 and (r.beta - exact.beta).abs().sum() < 1e-5
+
+
+@pytest.mark.parametrize("lambda1,lambda2", [(1e-3, 2.0), (0.05, 1e-3), (0.05, 1e6), (0.01, 100.0), (10.0, 2.0)])
+def test_extreme_weights_converge(lambda1, lambda2):
+    assert relaxed_ot(scores(300, 12, seed=9), lambda1, lambda2).converged
+
+
+@pytest.mark.parametrize("kwargs,name", [
+    (dict(log_p=torch.tensor([[0.0, float("nan")]])), "log_p"), (dict(log_p=torch.full((2, 2), float("-inf"))), "log_p"),
+    (dict(log_p=torch.zeros(3)), "log_p"), (dict(log_p=torch.zeros(2, 2, dtype=torch.int64)), "log_p"),
+    (dict(log_p=torch.zeros(0, 2)), "log_p"), (dict(log_p=torch.tensor([[0.0, float("-inf")]])), "log_p"),
+    (dict(lambda1=0), "lambda1"), (dict(lambda2=-1), "lambda2"), (dict(lambda1=float("nan")), "lambda1"),
+    (dict(prior=torch.tensor([1.0, 0.0])), "prior"), (dict(prior=torch.ones(3)), "prior"), (dict(row=torch.ones(3)), "row"),
+    (dict(row=torch.tensor([1.0, -1])), "row"), (dict(init=torch.ones(3)), "init"), (dict(penalty="tv"), "penalty"),
+    (dict(solver="adam"), "solver"), (dict(solver="sinkhorn", sweeps=0), "sweeps")])
+def test_bad_arguments_are_named(kwargs, name):
+    with pytest.raises(ValueError, match=name):
+        relaxed_ot(**{"log_p": torch.zeros(2, 2), **kwargs})
+
+
+def test_an_empty_column_stays_empty_under_kl():
+    log_p = scores(seed=10).clone()
+    log_p[:, 2] = float("-inf")
+    r = relaxed_ot(log_p, 0.1, 1.0, penalty="kl")
+    assert r.converged and r.beta[2] == 0 and r.plan[:, 2].sum() == 0
+
+
+def test_non_convergence_is_said():
+    with pytest.warns(RuntimeWarning, match="residual"):
+        r = relaxed_ot(scores(200, 20), 0.05, 2.0, solver="sinkhorn", max_iter=3)
+    assert not r.converged and r.residual > 1e-9 and r.n_iter == 3
+
+
+def test_warm_start_chunks_and_no_plan():
+    log_p = scores(500, 8, seed=11)
+    r = relaxed_ot(log_p, 0.05, 2.0)
+    warm = relaxed_ot(log_p, 0.05, 2.0, init=r.potential, chunk_rows=7, return_plan=False)
+    assert warm.n_iter <= 1 and warm.plan is None and torch.allclose(warm.beta, r.beta, atol=1e-12)
+    assert torch.allclose(relaxed_ot(log_p, 0.05, 2.0, chunk_rows=7).plan, r.plan, atol=1e-12)
+
+
+def test_newton_and_sinkhorn_agree_and_newton_needs_few_steps():
+    log_p = scores(2000, 30, seed=12, sharp=2.0)
+    newton, sinkhorn = relaxed_ot(log_p, 0.05, 2.0), relaxed_ot(log_p, 0.05, 2.0, solver="sinkhorn")
+    assert (newton.beta - sinkhorn.beta).abs().sum() < 1e-8 and newton.n_iter <= 12 < sinkhorn.n_iter
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert relaxed_ot(log_p, 0.05, 2.0).converged
+
+
+def test_moving_average_marginal():
+    beta = moving_average_marginal(torch.full((2,), 0.5, dtype=torch.float64), torch.tensor([[0.0, -1], [0, -1], [0, -1], [-1, 0]]),
+                                   mu=0.9)
+    assert torch.allclose(beta, torch.tensor([0.9 * 0.5 + 0.1 * 0.75, 0.9 * 0.5 + 0.1 * 0.25], dtype=torch.float64))
