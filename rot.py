@@ -224,26 +224,24 @@ def _newton(problem, g, tol, max_iter):
     search fails, the same problem is first solved loosely at a larger lambda1, whose optimum is a good start, and so on up.
     """
     target, solved, n_iter = problem.lambda1, None, 0
-    level = target
+    level, last_try = target, False
     while True:
         problem.lambda1 = level
-        new_g, steps, stuck = _newton_at(problem, g, tol if level == target else 0.05, min(16, max_iter - n_iter))
+        least, most = (1e-10, max_iter) if last_try else (0.02, 16)
+        new_g, steps, stuck = _newton_at(problem, g, tol if level == target else 0.01, min(most, max_iter - n_iter), least)
         n_iter += steps
         if not stuck:
             g, solved = new_g, level
-            if level == target:
-                break
-            level = target
-        else:
-            level = 4 * level if solved is None else (level * solved) ** 0.5
-            if n_iter >= max_iter or (solved is not None and level > 0.9 * solved):
-                g = new_g
-                break
-    problem.lambda1 = target
+        if (level == target and not stuck) or last_try or n_iter >= max_iter:
+            break
+        level = target if not stuck else 4 * level if solved is None else (level * solved) ** 0.5
+        if solved is not None and level > 0.9 * solved:  # the ladder's rungs are used up: from here, whatever it takes
+            level, last_try = target, True
+    g, problem.lambda1 = new_g, target
     return g, n_iter, float((problem.beta(g)[0] - problem.column_sums(g)).abs().sum())
 
 
-def _newton_at(problem, g, tol, max_iter):
+def _newton_at(problem, g, tol, max_iter, least_t):
     """At most max_iter Newton steps at one lambda1. Returns (g, steps, stuck): whether it ended above tol."""
     value, grad, curvature = problem.derivatives(g)
     for n_iter in range(max_iter + 1):
@@ -255,9 +253,11 @@ def _newton_at(problem, g, tol, max_iter):
         diagonal = curvature.diagonal()
         system = curvature + diagonal.max() / len(g) + torch.diag(1e-13 * diagonal.max() + 1e-12 * residual + 0 * diagonal)
         factor, failed = torch.linalg.cholesky_ex(system)
-        if failed:
-            return g, n_iter, True
-        step = torch.cholesky_solve(grad[:, None], factor)[:, 0]
+        if failed:  # flat to the last digit in more directions: step along the others
+            values, vectors = torch.linalg.eigh(system)
+            step = vectors @ ((vectors.T @ grad) / values.clamp_min(1e-12 * values[-1] + 1e-300))
+        else:
+            step = torch.cholesky_solve(grad[:, None], factor)[:, 0]
         slope, t = grad @ step, 1.0
         while True:
             trial = g + t * step
@@ -266,7 +266,7 @@ def _newton_at(problem, g, tol, max_iter):
             if new[0] >= value + 1e-4 * t * slope or new[1].abs().sum() <= (1 - 0.1 * t) * residual:
                 break
             t /= 2
-            if t < 0.02:
+            if t < least_t:
                 return g, n_iter, True
         g, (value, grad, curvature) = trial - trial.mean(), new
 
