@@ -7,7 +7,7 @@ Writes  out/<run>/pretrain.pt     last_layer, mlm_head, the known-class classifi
     python pretrain.py --dataset clinc --gamma 10 --seed 0 --encoder minilm
 
 L_p = cross-entropy on the labelled rows + masked language modelling on all rows (Eq. 2). Only the last transformer layer
-and the heads train. The epoch with the best accuracy on dev, which holds known classes only, is kept.
+and the heads train. The best epoch on dev, which holds known classes only, is kept.
 """
 import hashlib
 import math
@@ -37,8 +37,9 @@ class Args:
     data_dir: str = "data"  # where make_lt_data.py wrote
     out_dir: str = "out"  # where out/<run>/ is written
     encoder: str = "bert-base-uncased"  # the paper's (Sec. 4.1), minilm, a local folder, or a hub name
-    epochs: int = 100  # at most; early stopping ends most runs sooner
-    patience: int = 20  # epochs without a better dev accuracy (Appendix D)
+    epochs: int = 20  # at most; the paper does not say
+    patience: int = 20  # epochs without a better dev result after which it stops (Appendix D)
+    select: str = "loss"  # what is best on dev: loss (cross-entropy), or accuracy as in the paper; see README
     lr: float = 5e-5  # AdamW (Appendix D)
     head_lr: float = 5e-4  # AdamW, for the heads, which start from nothing or from class means
     batch_size: int = 512  # rows of the masked-language-modelling batch (Appendix D)
@@ -250,10 +251,11 @@ def train_epoch(encoder, classifier, optimizer, hidden, masked, target, label, a
     return (sums / len(batches)).tolist()
 
 
-def dev_accuracy(encoder, classifier, hidden, label):
-    """Accuracy in percent on dev, known classes only."""
+def dev_result(encoder, classifier, hidden, label, temperature):
+    """Cross-entropy and accuracy in percent on dev, known classes only."""
     z = normalize(encoder.all_features(hidden), dim=1)
-    return 100 * float(((z @ normalize(classifier, dim=1).T).argmax(1) == label).float().mean())
+    logits = z @ normalize(classifier.detach(), dim=1).T / temperature
+    return float(cross_entropy(logits, label)), 100 * float((logits.argmax(1) == label).float().mean())
 
 
 def main(args):
@@ -262,6 +264,11 @@ def main(args):
     data, out = Path(args.data_dir) / run, Path(args.out_dir) / run
     texts, labels, _, meta = read_run(data, dataset=args.dataset, gamma=args.gamma, seed=args.seed,
                                       known_ratio=args.known_ratio, labeled_ratio=args.labeled_ratio)
+    if args.select not in ("loss", "accuracy"):
+        raise UserError(f"--select {args.select} is unknown: choose loss or accuracy")
+    for flag in ("epochs", "patience", "lr", "head_lr", "batch_size", "labeled_batch_size", "temperature", "mask_epochs"):
+        if not getattr(args, flag) > 0:
+            raise UserError(f"--{flag} {getattr(args, flag)} must be above 0")
     device = pick_device(args.device)
     dtype = pick_dtype(args.dtype, device)
     config = {k: v for k, v in asdict(args).items() if k not in ("data_dir", "out_dir", "restart", "device", "dtype")}
@@ -286,8 +293,7 @@ def main(args):
     def state():
         return {"encoder": trained_state(encoder), "classifier": classifier.detach().cpu().clone()}
 
-    epoch, log = 0, []
-    best = {**state(), "epoch": 0, "dev_accuracy": dev_accuracy(encoder, classifier, hidden["dev"], dev_label)}
+    epoch, log, best = 0, [], {"epoch": 0}
     found = load_checkpoint(part)
     if found and same_config(found["config"], config, part, args.restart):
         load_trained(encoder, found["encoder"])
@@ -306,10 +312,12 @@ def main(args):
                 masked = encoder.trunk(masked)
             epoch += 1
             ce, mlm = train_epoch(encoder, classifier, optimizer, hidden["train"], masked, target, label, args, epoch)
-            accuracy = dev_accuracy(encoder, classifier, hidden["dev"], dev_label)
-            log.append({"epoch": epoch, "ce": ce, "mlm": mlm, "dev_accuracy": accuracy})
-            if accuracy > best["dev_accuracy"]:
-                best = {**state(), "epoch": epoch, "dev_accuracy": accuracy}
+            loss, accuracy = dev_result(encoder, classifier, hidden["dev"], dev_label, args.temperature)
+            log.append({"epoch": epoch, "ce": ce, "mlm": mlm, "dev_loss": loss, "dev_accuracy": accuracy})
+            better = best["epoch"] == 0 or (
+                loss < best["dev_loss"] if args.select == "loss" else accuracy > best["dev_accuracy"])
+            if better:
+                best = {**state(), **log[-1]}
             save_checkpoint(part, **state(), optimizer=optimizer.state_dict(), epoch=epoch, log=log, best=best, config=config)
             bar.update()
             bar.set_postfix(dev=f"{accuracy:.2f}", best=f"{best['dev_accuracy']:.2f}")
@@ -318,8 +326,8 @@ def main(args):
     part.unlink(missing_ok=True)
     for stale in out.glob("kmeans_*.npy"):  # train_imbanid.py keeps them from one run to the next
         stale.unlink()
-    print(f"pre-training: {epoch} epochs in {seconds:.0f} s, best dev accuracy {best['dev_accuracy']:.2f} after epoch "
-          f"{best['epoch']}; written to {done}")
+    print(f"pre-training: {epoch} epochs in {seconds:.0f} s, kept epoch {best['epoch']} with dev loss "
+          f"{best['dev_loss']:.4f} and accuracy {best['dev_accuracy']:.2f}; written to {done}")
 
 
 if __name__ == "__main__":

@@ -82,13 +82,13 @@ class Args:
     temperature: float = 0.05  # of the cluster head, log P = log softmax(z . w / temperature); not in the paper
     replace_rate: float = 0.25  # tokens replaced in the augmented view (CLNN's)
     view_epochs: int = 2  # epochs that share one augmented view of the corpus, since the trunk has to run for each
-    epochs: int = 10  # the paper does not say
+    epochs: int = 6  # the paper does not say
     lr: float = 5e-5  # AdamW, last layer
     head_lr: float = 5e-4  # AdamW, cluster head
     batch_size: int = 512  # rows, over all processes (Sec. 4.1)
-    kappa: float = 40.0  # concentration of the mixture that seeds the head's novel rows; not in the paper
+    kappa: float = 20.0  # concentration of the mixture that seeds the head's novel rows; not in the paper
     label_weight: float = 0.0  # rows a labelled row counts for in that mixture; 0: 1 / labeled_ratio
-    swaps: int = 150  # relocations of a novel centre that the seeding tries
+    swaps: int = 200  # relocations of a novel centre that the seeding tries
     device: str = "auto"  # cpu, cuda, or auto: cuda where there is one
     dtype: str = "auto"  # float32, bfloat16, or auto: bfloat16 where the hardware multiplies it natively
     restart: bool = False  # replace an earlier run that had other settings
@@ -349,7 +349,8 @@ def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, 
     head = torch.zeros(K, encoder.hidden_size, device=device)
     if rank == 0:
         out.mkdir(parents=True, exist_ok=True)
-        head += seed_centres(z["pretrained"]["train"], label, K, meta["num_known"], args.kappa, args.label_weight, args.swaps,
+        head += seed_centres(z["pretrained"]["train"], label, K, meta["num_known"], args.kappa,
+                             args.label_weight or 1 / args.labeled_ratio, args.swaps,
                              args.seed)
     head = nn.Parameter(sum_over_ranks(head))
     lap("seeding")

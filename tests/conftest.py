@@ -27,7 +27,7 @@ def script(name, *flags, ok=True, nproc=None, env=None, cwd=REPO):
     """Run a script as a user does. Returns the finished process; with ok, it must have exited with 0."""
     start = [sys.executable, str(REPO / name)]
     if nproc:
-        start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(nproc), str(REPO / name)]
+        start[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(nproc)]
     done = subprocess.run([*start, *map(str, flags)], cwd=cwd, capture_output=True, text=True, timeout=300,
                           env={**os.environ, "OMP_NUM_THREADS": "2", **(env or {})})
     if ok:

@@ -78,9 +78,9 @@ def test_gather_gives_the_loss_of_the_whole_batch():
     split = z.clone().requires_grad_()
     total = 0
     for own, rest in ((slice(0, 2), slice(2, 6)), (slice(2, 6), slice(0, 2))):
-        def gather(x, own=own, rest=rest):
-            full = {s.data_ptr(): s for s in ()} or next(s for s in (split, label, q, clean) if s.dtype == x.dtype and s.ndim == x.ndim)
-            return torch.cat([x, full[rest]])
+        def gather(x, rest=rest):
+            whole = next(s for s in (split, label, q, clean) if s.dtype == x.dtype and s.ndim == x.ndim)
+            return torch.cat([x, whole[rest]])
         total = total + class_wise_loss(split[own], label[own], q[own], clean[own], gather=gather)[0].sum()
         total = total + instance_wise_loss(split[own], gather=gather).sum()
     total.backward()
@@ -108,7 +108,8 @@ def test_an_empty_class_selects_nothing_and_an_exact_quota_is_not_rounded_up():
 
 @pytest.mark.parametrize("call,word", [
     (lambda z, y, q, c: class_wise_loss(z[:, 0], y, q, c), "z"), (lambda z, y, q, c: class_wise_loss(z, y[:3], q, c), "label"),
-    (lambda z, y, q, c: class_wise_loss(z, y, q[:3], c), "confidence"), (lambda z, y, q, c: class_wise_loss(z, y, q, c[:3]), "clean"),
+    (lambda z, y, q, c: class_wise_loss(z, y, q[:3], c), "confidence"),
+    (lambda z, y, q, c: class_wise_loss(z, y, q, c[:3]), "clean"),
     (lambda z, y, q, c: class_wise_loss(z, y, q, c, tau=0), "tau"), (lambda z, y, q, c: instance_wise_loss(z[:, :1]), "view")])
 def test_bad_arguments_are_named(call, word):
     with pytest.raises(ValueError, match=word):

@@ -28,7 +28,8 @@ def test_the_papers_totals(real_raw, dataset, gamma, total):
 
 
 def test_real_corpora_are_the_published_ones(real_raw, capsys):
-    for dataset, sizes in (("clinc", (18000, 2250, 2250)), ("banking", (9003, 1000, 3080)), ("stackoverflow", (18000, 1000, 1000))):
+    for dataset, sizes in (("clinc", (18000, 2250, 2250)), ("banking", (9003, 1000, 3080)),
+                           ("stackoverflow", (18000, 1000, 1000))):
         rows, sha = raw_corpus(dataset, real_raw, "")
         assert sha == CORPORA[dataset][2] and tuple(len(rows[s]) for s in ("train", "dev", "test")) == sizes
     assert capsys.readouterr().err == ""
@@ -99,9 +100,10 @@ def append(what):
 
 
 @pytest.mark.parametrize("change,words", [
-    (lambda p: p.unlink(), ["missing"]), (lambda p: p.write_bytes(b""), ["empty"]), (lambda p: p.write_bytes(b"text\tlabel\n"), ["empty"]),
-    (append(b"one column\n"), ["line 322", "1 column"]), (append(b"a\tb\tc\n"), ["3 column"]), (append(b" \tcheck\n"), ["empty text"]),
-    (append(b"hello\t\n"), ["empty label"]), (append(b"\xff\xfe\tx\n"), ["line 322", "UTF-8"]), (append(b"a\0b\tx\n"), ["NUL"]),
+    (lambda p: p.unlink(), ["missing"]), (lambda p: p.write_bytes(b""), ["empty"]),
+    (lambda p: p.write_bytes(b"text\tlabel\n"), ["empty"]), (append(b"one column\n"), ["line 322", "1 column"]),
+    (append(b"a\tb\tc\n"), ["3 column"]), (append(b" \tcheck\n"), ["empty text"]), (append(b"hello\t\n"), ["empty label"]),
+    (append(b"\xff\xfe\tx\n"), ["line 322", "UTF-8"]), (append(b"a\0b\tx\n"), ["NUL"]),
     (append(b'"open\tx\n'), ["quoting"])])
 def test_broken_raw_files(tmp_path, tiny_raw, change, words):
     one_line_error(broken(tmp_path, tiny_raw, change), "train.tsv", *words)

@@ -106,7 +106,8 @@ def test_symmetries(penalty):
     log_p = scores(seed=6)
     r = relaxed_ot(log_p, 0.1, 1.0, penalty=penalty)
     rows, columns = torch.randperm(40), torch.randperm(6)
-    assert torch.allclose(relaxed_ot(log_p[rows][:, columns], 0.1, 1.0, penalty=penalty).plan, r.plan[rows][:, columns], atol=1e-9)
+    moved = relaxed_ot(log_p[rows][:, columns], 0.1, 1.0, penalty=penalty)
+    assert torch.allclose(moved.plan, r.plan[rows][:, columns], atol=1e-9)
     assert torch.allclose(relaxed_ot(log_p * 5, 0.5, 5.0, penalty=penalty).plan, r.plan, atol=1e-8)
     assert torch.allclose(relaxed_ot(log_p + torch.randn(40, 1, dtype=torch.float64), 0.1, 1.0, penalty=penalty).plan, r.plan,
                           atol=1e-9)  # rows need not be normalised
@@ -194,6 +195,6 @@ def test_newton_and_sinkhorn_agree_and_newton_needs_few_steps():
 
 
 def test_moving_average_marginal():
-    beta = moving_average_marginal(torch.full((2,), 0.5, dtype=torch.float64), torch.tensor([[0.0, -1], [0, -1], [0, -1], [-1, 0]]),
-                                   mu=0.9)
+    log_p = torch.tensor([[0.0, -1], [0, -1], [0, -1], [-1, 0]])
+    beta = moving_average_marginal(torch.full((2,), 0.5, dtype=torch.float64), log_p, mu=0.9)
     assert torch.allclose(beta, torch.tensor([0.9 * 0.5 + 0.1 * 0.75, 0.9 * 0.5 + 0.1 * 0.25], dtype=torch.float64))
