@@ -88,7 +88,7 @@ class Args:
     batch_size: int = 512  # rows, over all processes (Sec. 4.1)
     kappa: float = 20.0  # concentration of the mixture that seeds the head's novel rows; not in the paper
     label_weight: float = 0.0  # rows a labelled row counts for in that mixture; 0: 1 / labeled_ratio
-    swaps: int = 200  # relocations of a novel centre that the seeding tries
+    swaps: int = 1000  # relocations of a novel centre that the seeding tries
     device: str = "auto"  # cpu, cuda, or auto: cuda where there is one
     dtype: str = "auto"  # float32, bfloat16, or auto: bfloat16 where the hardware multiplies it natively
     restart: bool = False  # replace an earlier run that had other settings

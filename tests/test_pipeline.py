@@ -1,0 +1,72 @@
+"""run_all.sh as a user calls it, README against the files, and the style check."""
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from conftest import REPO, script
+
+from figures import results_table
+
+
+def run_all(*words, **env):
+    return subprocess.run(["bash", "run_all.sh", *words], cwd=REPO, capture_output=True, text=True, timeout=280, env={
+        **os.environ, "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}", **env})
+
+
+def test_usage_and_bad_input():
+    for words in ((), ("demo",), ("demo", "--omega", "1")):
+        done = run_all(*words)
+        assert done.returncode == 2 and "usage" in done.stderr and "Traceback" not in done.stderr
+    done = run_all("atis", "10")
+    assert done.returncode == 2 and "atis" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.fixture(scope="module")
+def real_minilm_run(tmp_path_factory):
+    """The real encoder on the real demo corpus, shortened: the stages one by one, in a folder of their own."""
+    folder = tmp_path_factory.mktemp("minilm")
+    task = ("--dataset", "demo", "--gamma", 10, "--seed", 5, "--data_dir", folder / "data")
+    script("make_lt_data.py", *task)
+    script("pretrain.py", *task, "--out_dir", folder / "out", "--encoder", "minilm", "--epochs", 3)
+    done = script("train_imbanid.py", *task, "--out_dir", folder / "out", "--epochs", 2)
+    return folder / "out/demo_g10_s5", done.stdout
+
+
+def test_the_real_encoder_learns_something(real_minilm_run):
+    out, said = real_minilm_run
+    results = json.loads((out / "results.json").read_text())
+    assert results["encoder"] == "minilm" and results["num_classes"] == 24
+    assert results["test"]["ACC"] > 40 > 100 / 24  # chance is about 4
+    for word in ("k-means, raw", "semi-sup. k-means, raw", "k-means, pre-trained", "test_pred.npy", str(out)):
+        assert word in said
+    assert f"{results['test']['ACC']:.2f}" in said
+
+
+def test_mean_and_keep(real_minilm_run, tmp_path):
+    out, _ = real_minilm_run
+    done = script("figures.py", "mean", out, out)
+    assert "±0.00" in done.stdout and "semi-supervised k-means" in done.stdout
+    script("figures.py", "keep", out, cwd=tmp_path)
+    assert json.loads((tmp_path / "results/demo_g10_s5.json").read_text())["seed"] == 5
+    assert script("figures.py", "draw", ok=False).returncode == 2
+
+
+def test_readme_table_is_the_one_built_from_results():
+    table = results_table(REPO / "results")
+    assert len(table.splitlines()) > 2
+    assert table in (REPO / "README.md").read_text(), "README's table is stale: python figures.py table"
+
+
+def test_readme_names_every_flag_it_shows():
+    readme = (REPO / "README.md").read_text()
+    sources = "".join((REPO / f"{name}.py").read_text() for name in ("make_lt_data", "pretrain", "train_imbanid"))
+    for flag in set(re.findall(r"`--([a-z_0-9]+)", readme)) - {"nproc_per_node", "nnodes"}:
+        assert f"    {flag}: " in sources, flag
+
+
+def test_ruff():
+    done = subprocess.run([sys.executable, "-m", "ruff", "check", "."], cwd=REPO, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout

@@ -1,0 +1,302 @@
+"""The parts of pretrain.py and train_imbanid.py, and the real scripts on a tiny corpus with a tiny encoder."""
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from conftest import REPO, TINY_PRETRAIN, TINY_TRAIN, one_line_error, script
+
+import pretrain
+import train_imbanid
+from encoder import Encoder
+from make_lt_data import parse_args
+from pretrain import class_means, estimate_num_classes, seed_centres, semi_supervised_kmeans
+
+
+def train(task, *flags):
+    """Run train_imbanid.py in this process; returns results.json and the predictions."""
+    args = parse_args(train_imbanid.Args, [str(word) for word in (*task, *TINY_TRAIN, *flags)])
+    train_imbanid.main(args)
+    out = next(p for p in [task[-1] / ("demo_g4_s0" + (f"_{args.tag}" if args.tag else ""))])
+    return json.loads((out / "results.json").read_text()), out
+
+
+@pytest.fixture(scope="module")
+def encoder(tiny_encoder):
+    return Encoder(str(tiny_encoder), 32, torch.device("cpu"), torch.float32)
+
+
+TEXTS = ["my card was declined", "balance", "please send forty pounds to my sister before friday if you can", "no signal"]
+
+
+def test_padding_changes_no_feature(encoder):
+    together = encoder.all_features(encoder.trunk(encoder.tokenize(TEXTS)))
+    for i, text in enumerate(TEXTS):
+        alone = encoder.all_features(encoder.trunk(encoder.tokenize([text])))[0]
+        assert torch.allclose(alone, together[i], atol=1e-6)
+
+
+def test_features_are_the_mean_over_all_real_tokens_of_the_whole_model(tiny_encoder, encoder):
+    from transformers import AutoModel
+    whole = AutoModel.from_pretrained(tiny_encoder).eval()
+    batch = encoder.tokenizer(TEXTS, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        hidden = whole(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).last_hidden_state
+    mask = batch["attention_mask"][..., None]
+    expected = (hidden * mask).sum(1) / mask.sum(1)
+    assert torch.allclose(encoder.all_features(encoder.trunk(encoder.tokenize(TEXTS))), expected, atol=1e-5)
+
+
+def test_only_the_last_layer_and_the_heads_train(encoder):
+    trained = {name for name, p in encoder.named_parameters() if p.requires_grad}
+    assert trained and all(name.startswith(("last_layer.", "mlm_head.")) for name in trained)
+    assert not any(p.requires_grad for p in encoder._frozen[0].parameters())
+    assert all("decoder.weight" not in name for name in trained), "the tied embedding matrix must stay frozen"
+
+
+def test_augmentations_leave_special_tokens_alone(encoder):
+    tokens = encoder.tokenize(TEXTS * 50)
+    special = encoder.special(tokens)
+    replaced = encoder.replace_tokens(tokens, 0.25, torch.Generator().manual_seed(0))
+    changed = replaced.values != tokens.values
+    assert not changed[special].any() and 0.2 < changed[~special].float().mean() < 0.3
+    masked, target = encoder.mask_tokens(tokens, torch.Generator().manual_seed(0))
+    wanted = target.values >= 0
+    assert not wanted[special].any() and 0.1 < wanted[~special].float().mean() < 0.2
+    assert torch.equal(target.values[wanted], tokens.values[wanted])
+    share = (masked.values[wanted] == encoder.tokenizer.mask_token_id).float().mean()
+    assert 0.6 < share < 0.95 and torch.equal(masked.values[~wanted], tokens.values[~wanted])
+
+
+def blobs(sizes, H=16, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    truth = torch.cat([torch.full((n,), k) for k, n in enumerate(sizes)])
+    centre = torch.nn.functional.normalize(torch.randn(len(sizes), H, generator=generator), dim=1)
+    x = torch.nn.functional.normalize(centre[truth] + 0.08 * torch.randn(len(truth), H, generator=generator), dim=1)
+    label = torch.full((len(truth),), -1)
+    for k in range(2):  # classes 0 and 1 known, three labelled rows each
+        label[torch.where(truth == k)[0][:3]] = k
+    return x, label, truth
+
+
+@pytest.mark.parametrize("method", ["mixture", "kmeans"])
+def test_clusterers_find_long_tailed_blobs_and_keep_known_classes_in_place(method):
+    x, label, truth = blobs([80, 60, 40, 20, 10])
+    if method == "mixture":
+        centre = seed_centres(x, label, 5, 2, kappa=20.0, label_weight=10.0, swaps=60, seed=0)
+        assert torch.allclose(centre.norm(dim=1), torch.ones(5), atol=1e-5)
+    else:
+        centre = semi_supervised_kmeans(x, label, 5, 2, seed=0)
+    found = torch.cdist(x, centre).argmin(1)
+    for k in range(5):
+        assert len(found[truth == k].unique()) == 1, "a class was split"
+    assert len(found.unique()) == 5 and (found[truth == 0] == 0).all() and (found[truth == 1] == 1).all()
+
+
+def test_class_means_of_an_empty_class_are_zero():
+    means = class_means(torch.eye(3), torch.tensor([0, -1, 0]), 2)
+    assert means[1].abs().sum() == 0 and means[0].norm() == pytest.approx(1)
+
+
+def test_estimate_counts_the_large_clusters():
+    x, _, _ = blobs([80, 60, 40, 30])
+    x = torch.cat([x, torch.nn.functional.normalize(torch.randn(2, 16, generator=torch.Generator().manual_seed(9)), dim=1)])
+    assert estimate_num_classes(x, 2, max_classes=6, min_cluster=20, seed=0) == 4
+    assert estimate_num_classes(x, 5, max_classes=6, min_cluster=20, seed=0) == 5  # never fewer than the known ones
+
+
+def test_results_file_and_arrays(tiny_run):
+    results, out = train(tiny_run[0])
+    N, M, K = len(np.load(out / "pseudo_label.npy")), len(np.load(out / "test_pred.npy")), 8
+    assert results["num_classes"] == K and np.load(out / "beta.npy").shape == (K,)
+    assert np.load(out / "test_feature.npy").shape == (M, 32) and np.load(out / "confidence.npy").shape == (N,)
+    columns = {"ACC", "NMI", "ARI", "known", "novel", "head", "medium", "tail", "per_class_mean"}
+    for row in ("test", "test_kmeans", "kmeans_raw", "ss_kmeans_raw", "kmeans_pretrained"):
+        assert set(results[row]) == columns and all(0 <= results[row][c] <= 100 for c in columns - {"ARI"})
+    assert {"dataset", "gamma", "seed", "method", "encoder", "epochs", "seconds", "peak_memory_mb", "config", "commit",
+            "versions"} <= set(results)
+    log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    assert [line["epoch"] for line in log] == [1, 2] and all(math.isfinite(v) for line in log for v in line.values())
+    assert all(line["rot_residual"] <= 1e-6 for line in log)
+    label = np.load(tiny_run[1] / "data/demo_g4_s0/train_label.npy")
+    assert np.array_equal(np.load(out / "pseudo_label.npy")[label >= 0], label[label >= 0]), "labelled rows keep their labels"
+    assert (np.load(out / "confidence.npy")[label >= 0] == 1).all()
+    assert not list(out.glob("*.part"))
+    torch.load(out / "last.pt", weights_only=True)
+
+
+SWITCHES = [("--pseudo_label", "cot"), ("--pseudo_label", "eot"), ("--pseudo_label", "mot"), ("--pseudo_label", "mot", "--mu", 0.1),
+            ("--no_dr",), ("--no_qr", "--tau_g", 0.2), ("--no_adaptive_weight",), ("--no_cwcl",), ("--no_iwcl",), ("--omega", 0.9),
+            ("--lambda1", 1.0), ("--lambda2", 0.1), ("--rho", 0.1), ("--tau_g", 0.2), ("--tau", 0.5), ("--temperature", 0.2),
+            ("--replace_rate", 0.6), ("--view_epochs", 1), ("--kappa", 3.0), ("--label_weight", 1.0), ("--num_classes", 10),
+            ("--num_classes", "auto"), ("--num_classes", "auto", "--max_classes", 12, "--min_cluster", 3), ("--swaps", 0)]
+
+
+def test_every_switch_changes_the_run(tiny_run):
+    """Each flag gives another model than the defaults and than every other flag: none is read by nothing."""
+    seen = {}
+    for i, switch in enumerate([(), *SWITCHES]):
+        _, out = train(tiny_run[0], *switch, "--tag", f"switch{i}")
+        state = torch.load(out / "last.pt", weights_only=True)
+        digest = hash((state["head"].numpy().tobytes(), *(v.numpy().tobytes() for v in state["encoder"].values())))
+        assert digest not in seen, f"{switch} gives the same model as {seen[digest]}"
+        seen[digest] = switch
+
+
+def test_hidden_labels_change_no_byte_of_the_model(tiny_run, tmp_path):
+    task, folder = tiny_run
+    _, first = train(task, "--tag", "seen")
+    truth = folder / "data/demo_g4_s0/train_truth.npy"
+    kept = truth.read_bytes()
+    np.save(truth, np.roll(np.load(truth), 7))
+    try:
+        _, second = train(task, "--tag", "shuffled")
+    finally:
+        truth.write_bytes(kept)
+    for name in ("pseudo_label.npy", "test_pred.npy", "test_feature.npy", "beta.npy", "confidence.npy"):
+        assert (first / name).read_bytes() == (second / name).read_bytes()
+
+
+def test_two_processes_give_what_one_gives(tiny_run):
+    """Under torchrun each process holds every second row; the transport and the first pseudo-labels are those of one process."""
+    task = tiny_run[0]
+    one, first = train(task, "--tag", "one", "--epochs", 1)
+    script("train_imbanid.py", *task, *TINY_TRAIN, "--epochs", 1, "--tag", "two", nproc=2)
+    second = first.with_name("demo_g4_s0_two")
+    two = json.loads((second / "results.json").read_text())
+    assert two["processes"] == 2 and np.load(second / "pseudo_label.npy").shape == np.load(first / "pseudo_label.npy").shape
+    a, b = (json.loads((p / "log.jsonl").read_text()) for p in (first, second))
+    for key in ("clean", "beta_max", "beta_min"):
+        assert a[key] == pytest.approx(b[key], abs=1e-9)
+    assert one["kmeans_raw"] == two["kmeans_raw"]
+
+
+GATHER = """
+import torch, torch.distributed as dist, sys
+sys.path.insert(0, {repo!r})
+from losses import class_wise_loss, instance_wise_loss
+from train_imbanid import gather, sum_over_ranks
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+z = torch.nn.functional.normalize(torch.randn(7, 2, 5, dtype=torch.float64), dim=-1)
+label, q, clean = torch.arange(7) % 3, torch.rand(7, dtype=torch.float64), torch.tensor([1, 1, 0, 1, 1, 1, 1]).bool()
+whole = z.clone().requires_grad_()
+loss = class_wise_loss(whole, label, q, clean)[0].sum() + instance_wise_loss(whole).sum()
+loss.backward()
+own = slice(0, 5) if dist.get_rank() == 0 else slice(5, 7)   # an uneven split
+part = z[own].clone().requires_grad_()
+mine = class_wise_loss(part, label[own], q[own], clean[own], gather=gather)[0].sum() + instance_wise_loss(part, gather=gather).sum()
+mine.backward()
+assert torch.allclose(sum_over_ranks(mine.detach().clone()), loss.detach(), atol=1e-10)
+assert torch.allclose(part.grad, whole.grad[own], atol=1e-10)
+dist.destroy_process_group()
+print("same")
+"""
+
+
+def test_gathered_losses_have_the_gradient_of_the_whole_batch(tmp_path):
+    (tmp_path / "check.py").write_text(GATHER.format(repo=str(REPO)))
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
+                           str(tmp_path / "check.py")], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.count("same") == 2, done.stderr
+
+
+def test_skip_refuse_and_restart(tiny_run, capsys):
+    task = tiny_run[0]
+    train(task, "--tag", "again")
+    capsys.readouterr()
+    train(task, "--tag", "again")
+    assert "skipped" in capsys.readouterr().out
+    one_line_error(script("train_imbanid.py", *task, *TINY_TRAIN, "--tag", "again", "--omega", 0.3, ok=False), "omega", "--tag")
+    assert train(task, "--tag", "again", "--omega", 0.3, "--restart")[0]["config"]["omega"] == 0.3
+
+
+def test_a_killed_run_goes_on_and_ends_the_same(tiny_run):
+    task = tiny_run[0]
+    flags = ("--epochs", 40)
+    _, unbroken = train(task, *flags, "--tag", "unbroken")
+    broken = unbroken.with_name("demo_g4_s0_broken")
+    command = [sys.executable, str(REPO / "train_imbanid.py"), *map(str, (*task, *TINY_TRAIN, *flags)), "--tag", "broken"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not (broken / "last.pt").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (broken / "results.json").exists()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert "resuming" in done.stdout, done.stderr
+    for name in ("test_pred.npy", "pseudo_label.npy", "test_feature.npy"):
+        assert (broken / name).read_bytes() == (unbroken / name).read_bytes(), name
+
+
+def test_a_killed_pre_training_goes_on_and_ends_the_same(tiny_run, tiny_encoder, tmp_path):
+    task = [str(word) for word in tiny_run[0][:-1]]
+    flags = ["--encoder", str(tiny_encoder), *map(str, TINY_PRETRAIN), "--epochs", "30"]
+    ends = []
+    for name in ("unbroken", "broken"):
+        command = [sys.executable, str(REPO / "pretrain.py"), *task, str(tmp_path / name), *flags]
+        if name == "broken":
+            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            while not (tmp_path / name / "demo_g4_s0/pretrain_part.pt").exists():
+                assert process.poll() is None
+                time.sleep(0.01)
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0 and ("resuming" in done.stdout) == (name == "broken"), done.stderr
+        ends.append(torch.load(tmp_path / name / "demo_g4_s0/pretrain.pt", weights_only=True))
+        assert not (tmp_path / name / "demo_g4_s0/pretrain_part.pt").exists()
+    assert ends[0]["log"] == ends[1]["log"]
+    assert all(torch.equal(ends[0]["encoder"][k], ends[1]["encoder"][k]) for k in ends[0]["encoder"])
+
+
+def test_pretraining_switches(tiny_run, tiny_encoder, tmp_path):
+    task = [str(word) for word in tiny_run[0][:-1]]
+    states = []
+    for i, switch in enumerate([(), ("--no_mlm",), ("--temperature", 0.5), ("--mask_epochs", 1), ("--labeled_batch_size", 4)]):
+        flags = [*task, str(tmp_path / str(i)), "--encoder", str(tiny_encoder), *map(str, TINY_PRETRAIN), *map(str, switch)]
+        pretrain.main(parse_args(pretrain.Args, flags))
+        states.append(torch.load(tmp_path / str(i) / "demo_g4_s0/pretrain.pt", weights_only=True)["classifier"])
+    assert all(not torch.equal(a, b) for i, a in enumerate(states) for b in states[:i])
+
+
+@pytest.mark.parametrize("flags,words", [
+    (["--num_classes", "100000"], ["num_classes", "training rows"]), (["--num_classes", "2"], ["num_classes"]),
+    (["--num_classes", "many"], ["num_classes"]), (["--pseudo_label", "uot"], ["uot"]), (["--tau", "0"], ["tau"]),
+    (["--device", "tpu"], ["tpu"]), (["--dtype", "int8"], ["int8"]), (["--epochs", "0"], ["epochs"]), (["--what"], ["--what"])])
+def test_bad_flags(tiny_run, flags, words):
+    one_line_error(script("train_imbanid.py", *tiny_run[0], "--tag", "bad", *flags, ok=False), *words)
+    assert not (tiny_run[1] / "out/demo_g4_s0_bad").exists()
+
+
+def test_a_damaged_or_missing_checkpoint(tiny_run, tmp_path):
+    task, folder = tiny_run
+    task = (*task[:-1], tmp_path)
+    one_line_error(script("train_imbanid.py", *task, ok=False), "pretrain.pt is missing")
+    (tmp_path / "demo_g4_s0").mkdir()
+    whole = (folder / "out/demo_g4_s0/pretrain.pt").read_bytes()
+    (tmp_path / "demo_g4_s0/pretrain.pt").write_bytes(whole[:len(whole) // 2])
+    one_line_error(script("train_imbanid.py", *task, ok=False), "damaged")
+
+
+def test_an_encoder_that_is_not_there(tiny_run, tmp_path):
+    task = (*tiny_run[0][:-1], tmp_path)
+    offline = {"HF_HUB_OFFLINE": "1"}
+    for name in (tmp_path / "nothing", "bert-base-uncased"):
+        one_line_error(script("pretrain.py", *task, "--encoder", name, ok=False, env=offline), "--encoder", "minilm")
+
+
+def test_a_full_disk_is_said_in_one_line(tiny_run, tiny_encoder, tmp_path):
+    """A file-size limit stands in for a full disk: the write fails in the middle of the checkpoint."""
+    task = [str(word) for word in tiny_run[0][:-1]]
+    command = " ".join([sys.executable, str(REPO / "pretrain.py"), *task, str(tmp_path), "--encoder", str(tiny_encoder),
+                        *map(str, TINY_PRETRAIN)])
+    done = subprocess.run(["bash", "-c", f"trap '' XFSZ; ulimit -f 8; exec {command}"], capture_output=True, text=True, timeout=120)
+    one_line_error(done, "File too large")
+    assert not [p for p in tmp_path.rglob("*") if p.is_file()]
