@@ -189,10 +189,11 @@ class Encoder(nn.Module):
 
     def mask_tokens(self, tokens, generator):
         """BERT's masking (15 %, of which 80 % [MASK], 10 % random, 10 % kept). Returns Packed ids and Packed targets."""
-        seed = int(torch.randint(2**31, (1,), generator=generator))
-        collator = DataCollatorForLanguageModeling(self.tokenizer, mlm_probability=0.15, seed=seed)
-        ids, target = collator.torch_mask_tokens(tokens.values.clone()[None], special_tokens_mask=self.special(tokens)[None])
-        return Packed(ids[0], tokens.offsets), Packed(target[0], tokens.offsets)
+        collator = DataCollatorForLanguageModeling(self.tokenizer, mlm_probability=0.15)
+        collator.generator = generator  # its own `seed` is only read when it collates whole batches
+        ids, target = collator.torch_mask_tokens(tokens.values.cpu().clone()[None],
+                                                 special_tokens_mask=self.special(tokens).cpu()[None])
+        return Packed(ids[0].to(self.device), tokens.offsets), Packed(target[0].to(self.device), tokens.offsets)
 
     def replace_tokens(self, tokens, rate, generator):
         """Random token replacement (CLNN's augmentation, Sec. 4.1): each ordinary token becomes a random one at `rate`."""

@@ -1,5 +1,6 @@
 """rot.py, losses.py and metrics.py work alone: each is copied into an empty folder and its docstring example is run there."""
 import ast
+import itertools
 import subprocess
 import sys
 import textwrap
@@ -14,7 +15,8 @@ ALLOWED = {"rot": {"torch", "typing", "warnings"}, "losses": {"torch"}, "metrics
 def test_runs_alone(name, tmp_path):
     source = (REPO / f"{name}.py").read_text()
     tree = ast.parse(source)
-    example = "\n\n".join(part for part in ast.get_docstring(tree).split("\n\n") if part.startswith("    "))
+    parts = ast.get_docstring(tree).split("\n\n")[1:]
+    example = "\n\n".join(itertools.takewhile(lambda part: part.startswith("    "), parts))
     (tmp_path / f"{name}.py").write_text(source)
     (tmp_path / "example.py").write_text(textwrap.dedent(example))
     assert "import" in example and 5 <= len(example.splitlines()) <= 12
