@@ -103,6 +103,8 @@ def run_script(main, Args=None):
         if err.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EFBIG):
             raise
         message = f"cannot write {err.filename or 'the output'}: {err.strerror}; nothing was left half-written"
+    except KeyboardInterrupt:
+        message = "stopped; the same command goes on from the last finished epoch"
     else:
         return
     if os.environ.get("RANK", "0") == "0":  # under torchrun every process meets the same mistake: one of them says so
@@ -207,6 +209,8 @@ def raw_corpus(dataset, raw_dir, mirror):
     """{split: rows} and {split: sha256} of a raw corpus, downloaded to data/raw where it is missing."""
     home, expected = CORPORA[dataset][1:]
     folder = Path(raw_dir or "data/raw") / dataset
+    if dataset == "demo" and not folder.exists():
+        folder = Path(__file__).parent / "data/raw/demo"  # comes with the repository, wherever --raw_dir points
     rows, sha = {}, {}
     for split in SPLITS:
         path = folder / f"{split}.tsv"

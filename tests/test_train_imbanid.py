@@ -131,12 +131,13 @@ def test_results_file_and_arrays(tiny_run):
 
 
 LOW = ("--tau_g", 0.2, "--rho", 0.3)  # the tiny model is confident of nothing: at 0.9 QR selects no row
-SWITCHES = [("--pseudo_label", "cot"), ("--pseudo_label", "eot"), ("--pseudo_label", "mot"),
+WEAK = ("--lambda2", 0.05, "--temperature", 0.02)  # where rot and eot pull tail classes differently
+SWITCHES = [("--pseudo_label", "cot"), WEAK, ("--pseudo_label", "eot", *WEAK), ("--pseudo_label", "mot"),
             ("--pseudo_label", "mot", "--mu", 0.1), ("--no_dr", *LOW), ("--no_qr", *LOW), ("--no_dr", "--no_qr"), LOW,
             ("--no_adaptive_weight",), ("--no_cwcl",), ("--no_iwcl",), ("--omega", 0.9), ("--lambda1", 1.0),
             ("--lambda2", 0.1), ("--rho", 0.1), ("--tau", 0.5), ("--temperature", 0.2),
             ("--replace_rate", 0.6), ("--view_epochs", 1), ("--kappa", 3.0), ("--label_weight", 1.0), ("--num_classes", 10),
-            ("--num_classes", "auto"), ("--num_classes", "auto", "--max_classes", 12, "--min_cluster", 3), ("--swaps", 0)]
+            ("--num_classes", "auto"), ("--num_classes", "auto", "--max_classes", 12, "--min_cluster", 3), ("--swaps", 40)]
 
 
 def test_every_switch_changes_the_run(tiny_run):
