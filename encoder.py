@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from tqdm import tqdm
 from transformers import AutoModelForMaskedLM, AutoTokenizer, DataCollatorForLanguageModeling
@@ -73,7 +74,7 @@ def load_masked_lm(name):
         tokenizer = AutoTokenizer.from_pretrained(folder)
         model = AutoModelForMaskedLM.from_pretrained(folder, attn_implementation="sdpa")
         layers = model.base_model.encoder.layer
-    except (OSError, ValueError, KeyError, ImportError) as err:
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as err:
         reason = str(err).strip().split("\n")[0]
         raise UserError(f"--encoder {name} cannot be loaded ({reason[:120]}): pass --encoder minilm, which comes with "
                         "requirements.txt, or the path of a downloaded model folder") from None

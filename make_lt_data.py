@@ -100,9 +100,11 @@ def run_script(main, Args=None):
     except UserError as err:
         message = str(err)
     except OSError as err:
-        if err.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EFBIG):
+        # None is numpy's short write; the rest are disks that are full and paths that are not what they should be.
+        if err.errno not in (None, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS, errno.ENOTDIR,
+                             errno.EISDIR, errno.EEXIST, errno.EIO):
             raise
-        message = f"cannot write {err.filename or 'the output'}: {err.strerror}; nothing was left half-written"
+        message = f"cannot use {err.filename or 'the output folder'}: {err.strerror or err}; nothing was left half-written"
     except KeyboardInterrupt:
         message = "stopped; the same command goes on from the last finished epoch"
     else:
@@ -313,7 +315,7 @@ def read_run(folder, **task):
     task: the settings asked for, checked against meta.json. texts: {split: [str]}. labels: {split: int64 (N,)} for train
     (-1 where hidden), dev and test. names: [str] (K,).
     """
-    remake = f"run make_lt_data.py for {folder.name} first"
+    remake = f"run make_lt_data.py for {folder.name}"
     try:
         meta = json.loads((folder / "meta.json").read_text())
         for key, value in task.items():
@@ -326,8 +328,9 @@ def read_run(folder, **task):
         labels = {split: np.load(folder / f"{split}_label.npy") for split in SPLITS}
         names = (folder / "labels.txt").read_text(encoding="utf-8").splitlines()
     except FileNotFoundError as err:
-        raise UserError(f"{err.filename} is missing: {remake}") from None
-    except (ValueError, KeyError, IndexError) as err:
+        again = f"remove {folder} and {remake}" if folder.exists() else f"{remake} first"
+        raise UserError(f"{err.filename} is missing: {again}") from None
+    except (ValueError, KeyError, IndexError, EOFError) as err:
         raise UserError(f"{folder} is damaged ({err}): remove it and {remake}") from None
     for split in SPLITS:
         if len(texts[split]) != len(labels[split]):
@@ -351,7 +354,14 @@ def main(args):
     folder = Path(args.data_dir) / run_name(args.dataset, args.gamma, args.seed, args.known_ratio, args.labeled_ratio)
     task = {k: v for k, v in asdict(args).items() if k in ("dataset", "gamma", "seed", "known_ratio", "labeled_ratio")}
     if (folder / "meta.json").exists():
-        meta = json.loads((folder / "meta.json").read_text())
+        try:
+            meta = json.loads((folder / "meta.json").read_text())
+        except ValueError:
+            raise UserError(f"{folder}/meta.json is damaged: remove {folder} and run the same command again") from None
+        for split, sha in meta["raw_sha256"].items():
+            raw = Path(args.raw_dir or "data/raw") / args.dataset / f"{split}.tsv"
+            if raw.exists() and hashlib.sha256(raw.read_bytes()).hexdigest() != sha:
+                raise UserError(f"{folder} was made from another {raw} than the one that is there now: remove {folder}")
         if task.items() <= meta.items():
             print(f"{folder} is there already, made with the same settings: skipped")
             print_table_row(meta)

@@ -266,7 +266,8 @@ def main(args):
                                       known_ratio=args.known_ratio, labeled_ratio=args.labeled_ratio)
     if args.select not in ("loss", "accuracy"):
         raise UserError(f"--select {args.select} is unknown: choose loss or accuracy")
-    for flag in ("epochs", "patience", "lr", "head_lr", "batch_size", "labeled_batch_size", "temperature", "mask_epochs"):
+    for flag in ("epochs", "patience", "lr", "head_lr", "batch_size", "labeled_batch_size", "temperature", "mask_epochs",
+                 "max_length"):
         if not getattr(args, flag) > 0:
             raise UserError(f"--{flag} {getattr(args, flag)} must be above 0")
     device = pick_device(args.device)
@@ -300,6 +301,7 @@ def main(args):
         classifier.data.copy_(found["classifier"])
         optimizer.load_state_dict(found["optimizer"])
         epoch, log, best = found["epoch"], found["log"], found["best"]
+        start -= found["seconds"]
         print(f"resuming {part} after epoch {epoch}")
 
     out.mkdir(parents=True, exist_ok=True)
@@ -318,7 +320,8 @@ def main(args):
                 loss < best["dev_loss"] if args.select == "loss" else accuracy > best["dev_accuracy"])
             if better:
                 best = {**state(), **log[-1]}
-            save_checkpoint(part, **state(), optimizer=optimizer.state_dict(), epoch=epoch, log=log, best=best, config=config)
+            save_checkpoint(part, **state(), optimizer=optimizer.state_dict(), epoch=epoch, log=log, best=best, config=config,
+                            seconds=time.time() - start)
             bar.update()
             bar.set_postfix(dev=f"{accuracy:.2f}", best=f"{best['dev_accuracy']:.2f}")
     seconds = time.time() - start

@@ -8,6 +8,8 @@
 # Environment: SEED (0) or SEEDS, ENCODER (minilm for demo, else bert-base-uncased), NPROC processes for training (1),
 # RAW_DIR (empty: download), KNOWN_RATIO (0.75). A stage that is done already is skipped, and says so.
 set -euo pipefail
+raw=${RAW_DIR:-}
+if [ -n "$raw" ]; then raw=$(realpath -m "$raw"); fi
 cd "$(dirname "$0")"
 
 if [ $# -lt 2 ] || [ "${2:0:2}" = "--" ]; then
@@ -23,13 +25,21 @@ launch=(python)
 if [ "$nproc" != 1 ]; then launch=(torchrun --standalone --nproc_per_node "$nproc"); fi
 
 tag=
-for ((i = 1; i < $#; i++)); do if [ "${!i}" = --tag ]; then next=$((i + 1)) && tag=_${!next}; fi; done
+for ((i = 1; i <= $#; i++)); do
+    case "${!i}" in
+        --tag) next=$((i + 1)) && tag=_${!next:-} ;;
+        --tag=*) tag=_${!i#--tag=} ;;
+        --dataset* | --gamma* | --seed* | --known_ratio* | --labeled_ratio* | --data_dir* | --out_dir*)
+            echo "run_all.sh: ${!i} belongs to every stage: pass DATASET GAMMA, SEED or SEEDS, KNOWN_RATIO, or run the scripts one by one" >&2
+            exit 2 ;;
+    esac
+done
 
 folders=()
 for seed in $seeds; do
     task=(--dataset "$dataset" --gamma "$gamma" --seed "$seed" --known_ratio "${KNOWN_RATIO:-0.75}")
     # raw corpus -> data/<run>/
-    python make_lt_data.py "${task[@]}" --raw_dir "${RAW_DIR:-}"
+    python make_lt_data.py "${task[@]}" --raw_dir "$raw"
     # data/<run>/ -> out/<run>/pretrain.pt
     python pretrain.py "${task[@]}" --encoder "$encoder"
     # data/<run>/ and out/<run>/pretrain.pt -> out/<run>/results.json and what belongs to it

@@ -240,7 +240,7 @@ def print_results(results, out):
     rows = (("ImbaNID", "test"), ("ImbaNID, k-means on test (T)", "test_kmeans"), ("k-means, raw", "kmeans_raw"),
             ("semi-sup. k-means, raw", "ss_kmeans_raw"), ("k-means, pre-trained", "kmeans_pretrained"))
     for title, key in rows:
-        print(f"{title:28}" + "".join(f"{results[key][c]:9.2f}" for c in columns))
+        print(f"{title:28}" + "".join("        -" if v is None else f"{v:9.2f}" for v in results[key].values()))
     ahead = results["test"]["ACC"]
     print(f"ImbaNID is {ahead - results['kmeans_raw']['ACC']:+.2f} ACC against k-means on raw features, "
           f"{ahead - results['kmeans_pretrained']['ACC']:+.2f} on pre-trained ones, "
@@ -259,9 +259,10 @@ def resolve_num_classes(args, z, meta, rank):
             K += estimate_num_classes(z, meta["num_known"], args.max_classes, args.min_cluster, args.seed)
             print(f"estimated K {int(K)} (the benchmark has {meta['num_classes']})")
         return int(sum_over_ranks(K))
-    if not args.num_classes.isdecimal() or not meta["num_known"] <= int(args.num_classes) <= len(z):
+    most = min(meta["num_test"], meta["num_known"] + meta["num_unlabelled"])  # k-means is fitted on either
+    if not args.num_classes.isdecimal() or not meta["num_known"] <= int(args.num_classes) <= most:
         raise UserError(f"--num_classes {args.num_classes}: pass true, auto, or a number from {meta['num_known']} (the known "
-                        f"classes) to {len(z)} (the training rows)")
+                        f"classes) to {most} (as many as there are rows for)")
     return int(args.num_classes)
 
 
@@ -289,9 +290,19 @@ def main(args):
     check_task(args.dataset, args.gamma, args.seed, args.known_ratio, args.labeled_ratio)
     if args.pseudo_label not in ("rot", "cot", "eot", "mot"):
         raise UserError(f"--pseudo_label {args.pseudo_label} is unknown: choose rot, cot, eot or mot")
-    for flag in ("batch_size", "epochs", "view_epochs", "tau", "temperature", "lambda1", "lr", "kappa"):
-        if not getattr(args, flag) > 0:
-            raise UserError(f"--{flag} {getattr(args, flag)} must be above 0")
+    for flag in ("batch_size", "epochs", "view_epochs", "tau", "temperature", "lambda1", "lr", "head_lr", "kappa"):
+        if not 0 < getattr(args, flag) < math.inf:
+            raise UserError(f"--{flag} {getattr(args, flag)} must be a number above 0")
+    for flag in ("lambda2", "label_weight", "swaps", "max_classes", "min_cluster"):
+        if not 0 <= getattr(args, flag) < math.inf:
+            raise UserError(f"--{flag} {getattr(args, flag)} must be 0 or more")
+    for flag in ("omega", "rho", "tau_g", "replace_rate"):
+        if not 0 <= getattr(args, flag) <= 1:
+            raise UserError(f"--{flag} {getattr(args, flag)} must be between 0 and 1")
+    if not 0 < args.mu < 1:
+        raise UserError(f"--mu {args.mu} must be between 0 and 1")
+    if "/" in args.tag:
+        raise UserError(f"--tag {args.tag}: it becomes part of a folder's name and must not hold a /")
     run = run_name(args.dataset, args.gamma, args.seed, args.known_ratio, args.labeled_ratio)
     data, base = Path(args.data_dir) / run, Path(args.out_dir) / run
     out = base.with_name(f"{run}_{args.tag}") if args.tag else base
@@ -305,7 +316,10 @@ def main(args):
     config = {k: v for k, v in asdict(args).items() if k not in ("data_dir", "out_dir", "restart", "device", "dtype", "tag")}
     config["pretrain"] = pre["config"]
     if (out / "results.json").exists():
-        results = json.loads((out / "results.json").read_text())
+        try:
+            results = json.loads((out / "results.json").read_text())
+        except ValueError:
+            raise UserError(f"{out}/results.json is damaged: delete it and run the same command again") from None
         if same_config(results["config"], config, out / "results.json", args.restart):
             if os.environ.get("RANK", "0") == "0":
                 print(f"{out}/results.json is there already, made with the same settings: skipped")
@@ -322,7 +336,7 @@ def main(args):
 def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, device):
     """From the features to results.json. Process `rank` holds training rows rank::world; process 0 also dev and test."""
     clock = [time.time()]
-    seconds = {"pretrain": pre["seconds"]}
+    seconds, before = {"pretrain": pre["seconds"]}, 0.0  # before: training time of sessions that were killed
 
     def lap(stage):
         clock.append(time.time())
@@ -370,10 +384,14 @@ def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, 
         head.data.copy_(found["head"])
         optimizer.load_state_dict(found["optimizer"])
         schedule.load_state_dict(found["schedule"])
-        epoch, log = found["epoch"], found["log"]
+        epoch, log, before = found["epoch"], found["log"], found["seconds"]
         potential, marginal = found["potential"].to(device), found["marginal"].to(device)
         if rank == 0:
             print(f"resuming {out}/last.pt after epoch {epoch}")
+    elif rank == 0:
+        (out / "results.json").unlink(missing_ok=True)  # of the run that --restart replaces
+    if int(sum_over_ranks(torch.tensor(epoch, device=device))) != world * epoch:
+        raise UserError(f"the processes found different checkpoints: every node needs the same {out}/ (a shared disk)")
 
     def assign():
         """Pseudo-labels of this process's rows, from the encoder and the head as they are now."""
@@ -402,7 +420,8 @@ def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, 
                             "dev_accuracy": 100 * float((dev == labels["dev"]).mean())})
                 save_checkpoint(out / "last.pt", encoder=trained_state(encoder), head=head.detach().cpu(),
                                 optimizer=optimizer.state_dict(), schedule=schedule.state_dict(), epoch=epoch, log=log,
-                                potential=potential.cpu(), marginal=marginal.cpu(), config=config)
+                                potential=potential.cpu(), marginal=marginal.cpu(), config=config,
+                                seconds=before + time.time() - clock[-1])
                 write_atomic(out / "log.jsonl", "".join(json.dumps(line) + "\n" for line in log))
                 bar.update()
                 bar.set_postfix(dev=f"{log[-1]['dev_accuracy']:.2f}", clean=f"{log[-1]['clean']:.2f}")
@@ -410,6 +429,7 @@ def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, 
     pseudo_label, confidence = (gather_rows(x, N).cpu().numpy() for x in (pseudo_label, confidence))
     z["final"] = unit_features("test")
     lap("train")
+    seconds["train"] += before
     if rank > 0:
         return
     scores, pred = evaluate(args, encoder, z, head.detach(), pseudo_label, data, labels, meta, base / f"kmeans_{K}.npy")
