@@ -20,6 +20,8 @@ def test_usage_and_bad_input():
     for words in ((), ("demo",), ("demo", "--omega", "1")):
         done = run_all(*words)
         assert done.returncode == 2 and "usage" in done.stderr and "Traceback" not in done.stderr
+    done = run_all("demo", "10", "--seed", "3")
+    assert done.returncode == 2 and "SEED" in done.stderr
     done = run_all("atis", "10")
     assert done.returncode == 2 and "atis" in done.stderr and "Traceback" not in done.stderr
 

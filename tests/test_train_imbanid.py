@@ -14,7 +14,7 @@ from conftest import REPO, TINY_PRETRAIN, TINY_TRAIN, one_line_error, script
 import pretrain
 import train_imbanid
 from encoder import Encoder
-from make_lt_data import parse_args
+from make_lt_data import UserError, parse_args
 from pretrain import class_means, estimate_num_classes, seed_centres, semi_supervised_kmeans
 
 
@@ -266,19 +266,34 @@ def test_a_killed_pre_training_goes_on_and_ends_the_same(tiny_run, tiny_encoder,
 def test_pretraining_switches(tiny_run, tiny_encoder, tmp_path):
     task = [str(word) for word in tiny_run[0][:-1]]
     states = []
-    for i, switch in enumerate([(), ("--no_mlm",), ("--temperature", 0.5), ("--mask_epochs", 1), ("--labeled_batch_size", 4)]):
+    switches = [(), ("--no_mlm",), ("--temperature", 0.5), ("--mask_epochs", 1), ("--labeled_batch_size", 4)]
+    for i, switch in enumerate(switches):
         flags = [*task, str(tmp_path / str(i)), "--encoder", str(tiny_encoder), *map(str, TINY_PRETRAIN), *map(str, switch)]
         pretrain.main(parse_args(pretrain.Args, flags))
         states.append(torch.load(tmp_path / str(i) / "demo_g4_s0/pretrain.pt", weights_only=True)["log"])
     assert all(a != b for i, a in enumerate(states) for b in states[:i])
 
 
+def test_early_stopping_keeps_the_best_epoch(tiny_run, tiny_encoder, tmp_path):
+    task = [str(word) for word in tiny_run[0][:-1]]
+    flags = [*task, str(tmp_path), "--encoder", str(tiny_encoder), *map(str, TINY_PRETRAIN), "--epochs", "60", "--patience", "2",
+             "--lr", "0.05", "--head_lr", "0.5"]
+    pretrain.main(parse_args(pretrain.Args, flags))
+    found = torch.load(tmp_path / "demo_g4_s0/pretrain.pt", weights_only=True)
+    losses = [line["dev_loss"] for line in found["log"]]
+    assert len(losses) < 60 and len(losses) == found["epoch"] + 2 and found["dev_loss"] == min(losses)
+
+
 @pytest.mark.parametrize("flags,words", [
-    (["--num_classes", "100000"], ["num_classes", "training rows"]), (["--num_classes", "2"], ["num_classes"]),
+    (["--num_classes", "100000"], ["num_classes", "rows"]), (["--num_classes", "2"], ["num_classes"]),
     (["--num_classes", "many"], ["num_classes"]), (["--pseudo_label", "uot"], ["uot"]), (["--tau", "0"], ["tau"]),
-    (["--device", "tpu"], ["tpu"]), (["--dtype", "int8"], ["int8"]), (["--epochs", "0"], ["epochs"]), (["--what"], ["--what"])])
+    (["--device", "tpu"], ["tpu"]), (["--dtype", "int8"], ["int8"]), (["--epochs", "0"], ["epochs"]),
+    (["--what"], ["--what"]),
+    (["--lambda2", "-1"], ["lambda2"]), (["--lambda1", "inf"], ["lambda1"]), (["--mu", "1"], ["mu"]), (["--tag", "a/b"], ["tag"])])
 def test_bad_flags(tiny_run, flags, words):
-    one_line_error(script("train_imbanid.py", *tiny_run[0], "--tag", "bad", *flags, ok=False), *words)
+    with pytest.raises(UserError) as said:
+        train_imbanid.main(parse_args(train_imbanid.Args, [*map(str, tiny_run[0]), "--tag", "bad", *flags]))
+    assert all(word in str(said.value) for word in words) and "\n" not in str(said.value)
     assert not (tiny_run[1] / "out/demo_g4_s0_bad").exists()
 
 
