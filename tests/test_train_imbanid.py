@@ -276,8 +276,8 @@ def test_pretraining_switches(tiny_run, tiny_encoder, tmp_path):
 
 def test_early_stopping_keeps_the_best_epoch(tiny_run, tiny_encoder, tmp_path):
     task = [str(word) for word in tiny_run[0][:-1]]
-    flags = [*task, str(tmp_path), "--encoder", str(tiny_encoder), *map(str, TINY_PRETRAIN), "--epochs", "60", "--patience", "2",
-             "--lr", "0.05", "--head_lr", "0.5"]
+    flags = [*task, str(tmp_path), "--encoder", str(tiny_encoder), *map(str, TINY_PRETRAIN), "--epochs", "60"]
+    flags += ["--patience", "2", "--lr", "0.05", "--head_lr", "0.5"]
     pretrain.main(parse_args(pretrain.Args, flags))
     found = torch.load(tmp_path / "demo_g4_s0/pretrain.pt", weights_only=True)
     losses = [line["dev_loss"] for line in found["log"]]
@@ -288,8 +288,8 @@ def test_early_stopping_keeps_the_best_epoch(tiny_run, tiny_encoder, tmp_path):
     (["--num_classes", "100000"], ["num_classes", "rows"]), (["--num_classes", "2"], ["num_classes"]),
     (["--num_classes", "many"], ["num_classes"]), (["--pseudo_label", "uot"], ["uot"]), (["--tau", "0"], ["tau"]),
     (["--device", "tpu"], ["tpu"]), (["--dtype", "int8"], ["int8"]), (["--epochs", "0"], ["epochs"]),
-    (["--what"], ["--what"]),
-    (["--lambda2", "-1"], ["lambda2"]), (["--lambda1", "inf"], ["lambda1"]), (["--mu", "1"], ["mu"]), (["--tag", "a/b"], ["tag"])])
+    (["--what"], ["--what"]), (["--lambda2", "-1"], ["lambda2"]), (["--lambda1", "inf"], ["lambda1"]), (["--mu", "1"], ["mu"]),
+    (["--tag", "a/b"], ["tag"])])
 def test_bad_flags(tiny_run, flags, words):
     with pytest.raises(UserError) as said:
         train_imbanid.main(parse_args(train_imbanid.Args, [*map(str, tiny_run[0]), "--tag", "bad", *flags]))
