@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The whole pipeline for one dataset:   bash run_all.sh DATASET GAMMA [flags for train_imbanid.py]
 #
-#   bash run_all.sh demo 10                                     the bundled corpus, about 3 minutes on 2 cores
+#   bash run_all.sh demo 10                                     the bundled corpus, under 2 minutes on 2 cores
 #   SEEDS="0 1 2" bash run_all.sh clinc 10                      the paper's setting: BERT, three seeds, mean and deviation
 #   ENCODER=minilm RAW_DIR=~/corpora bash run_all.sh banking 5 --omega 0.3 --tag omega0.3
 #
