@@ -70,7 +70,8 @@ def results_table(folder="results"):
         ours = spread(runs, "test")
         nmi, ari, acc = PAPER.get((dataset, gamma), (None, None, None))
         cells = [CORPORA[dataset][0], f"{gamma:g}", encoder, " ".join(str(run["seed"]) for run in runs)]
-        cells += [f"{ours[c][0]:.2f} ± {ours[c][1]:.2f}" for c in ("ACC", "NMI", "ARI", "known", "novel")]
+        cells += [f"{mean:.2f}" + (f" ± {sd:.2f}" if len(runs) > 1 else "")
+                  for mean, sd in (ours[c] for c in ("ACC", "NMI", "ARI", "known", "novel"))]
         cells += [f"{spread(runs, row)['ACC'][0]:.2f}" for row in ("ss_kmeans_raw", "kmeans_raw")]
         cells.append(f"{acc:.2f} / {nmi:.2f} / {ari:.2f}" if acc else "")
         lines.append("| " + " | ".join(cells) + " |")
