@@ -200,8 +200,7 @@ class _SemiDual:
             sums[K] += Q.sum(0)
             sums[K + 1, 0] += (alpha * lse).sum()
         sums = self.reduce(sums)
-        q, beta = sums[K], None
-        beta, minimum = self.beta(g)
+        q, (beta, minimum) = sums[K], self.beta(g)
         curvature = (torch.diag(q) - sums[:K]) / self.lambda1
         if self.penalty == "kl":
             curvature += (torch.diag(beta) - torch.outer(beta, beta)) / self.lambda2
@@ -251,7 +250,8 @@ def _newton_at(problem, g, tol, max_iter, least_t):
         # The constant shift of g is the one flat direction; a rank-one term along it makes the system definite. The
         # small diagonal term is for columns that no row comes near, where the dual is flat to the last digit.
         diagonal = curvature.diagonal()
-        system = curvature + diagonal.max() / len(g) + torch.diag(1e-13 * diagonal.max() + 1e-12 * residual + 0 * diagonal)
+        system = curvature + diagonal.max() / len(g)
+        system.diagonal().add_(1e-13 * diagonal.max() + 1e-12 * residual)
         factor, failed = torch.linalg.cholesky_ex(system)
         if failed:  # flat to the last digit in more directions: step along the others
             values, vectors = torch.linalg.eigh(system)

@@ -266,7 +266,7 @@ def resolve_num_classes(args, z, meta, rank):
     return int(args.num_classes)
 
 
-def evaluate(args, encoder, z, head, pseudo_label, data, labels, meta, kmeans_file):
+def evaluate(args, z, head, pseudo_label, data, labels, meta, kmeans_file):
     """Metrics of the finished model: {row of results.json: scores}, and the test predictions (M,).
 
     z: {"raw", "pretrained", "final"}: {"train", "test"} unit features. This is the one place that opens train_truth.npy.
@@ -432,7 +432,7 @@ def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, 
     seconds["train"] += before
     if rank > 0:
         return
-    scores, pred = evaluate(args, encoder, z, head.detach(), pseudo_label, data, labels, meta, base / f"kmeans_{K}.npy")
+    scores, pred = evaluate(args, z, head.detach(), pseudo_label, data, labels, meta, base / f"kmeans_{K}.npy")
     lap("evaluate")
     arrays = {"pseudo_label": pseudo_label, "confidence": confidence, "beta": transport.beta.cpu().numpy(), "test_pred": pred,
               "test_feature": z["final"]["test"].cpu().numpy()}
