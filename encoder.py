@@ -6,12 +6,15 @@ Used by pretrain.py, train_imbanid.py and predict.py.
 """
 import hashlib
 import importlib.util
+import os
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
+from torch.nn.functional import linear, scaled_dot_product_attention
 from tqdm import tqdm
 from transformers import AutoModelForMaskedLM, AutoTokenizer, DataCollatorForLanguageModeling
 from transformers.utils import logging as transformers_logging
@@ -43,9 +46,25 @@ class Packed:
         index = (self.offsets[rows, None] + column).clamp_max(len(self.values) - 1)
         return self.values[index], mask
 
+    def index(self, rows):
+        """int64: where the values of rows (B,) lie, row after row."""
+        lengths = self.lengths[rows]
+        start = self.offsets[rows] - (lengths.cumsum(0) - lengths)
+        return start.repeat_interleave(lengths) + torch.arange(int(lengths.sum()), device=lengths.device)
+
+    def take(self, rows):
+        """Packed of the rows (B,) alone."""
+        return Packed(self.values[self.index(rows)], nn.functional.pad(self.lengths[rows].cumsum(0), (1, 0)))
+
     def by_length(self, rows):
         """The positions 0..B-1 of rows (B,), shortest row first, in chunks of CHUNK."""
         return torch.argsort(self.lengths[rows], stable=True).split(CHUNK)
+
+
+def by_row(values, lengths):
+    """Yield (values of the rows of length L, L) for values (T, ...) of rows sorted by length, lengths (B,)."""
+    sizes, counts = lengths.unique_consecutive(return_counts=True)
+    return zip(values.split((sizes * counts).tolist()), sizes.tolist())
 
 
 def minilm_folder():
@@ -74,12 +93,13 @@ def load_masked_lm(name):
         tokenizer = AutoTokenizer.from_pretrained(folder)
         model = AutoModelForMaskedLM.from_pretrained(folder, attn_implementation="sdpa")
         layers = model.base_model.encoder.layer
+        layers[-1].attention.self.query, layers[-1].attention.output, layers[-1].intermediate, layers[-1].output
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as err:
         reason = str(err).strip().split("\n")[0]
         raise UserError(f"--encoder {name} cannot be loaded ({reason[:120]}): pass --encoder minilm, which comes with "
                         "requirements.txt, or the path of a downloaded model folder") from None
     except AttributeError:
-        raise UserError(f"--encoder {name} is not BERT-like (no encoder.layer): pass bert-base-uncased or minilm") from None
+        raise UserError(f"--encoder {name} is not BERT-like (other layers): pass bert-base-uncased or minilm") from None
     if len(layers) < 2:
         raise UserError(f"--encoder {name} has one layer, and the trained layer needs a trunk below it")
     return tokenizer, model
@@ -99,18 +119,20 @@ def pick_dtype(wanted, device):
 class Encoder(nn.Module):
     """Trunk (frozen), last_layer and mlm_head (trained) of a masked language model.
 
-    state_dict holds what is trained, last_layer and mlm_head; the trunk is rebuilt from the encoder's name.
+    Checkpoints hold what is trained; the trunk is rebuilt from the encoder's name.
     """
 
-    def __init__(self, name, max_length, device, dtype):
+    def __init__(self, name, max_length, device, dtype, cached=True, cache_gb=8.0, folder=None):
         super().__init__()
         self.tokenizer, model = load_masked_lm(name)
         self.max_length, self.device, self.dtype = max_length, device, dtype
+        self.cached, self.cache_gb, self.folder = cached, cache_gb, folder
         model.requires_grad_(False).to(device)
         layers = model.base_model.encoder.layer
         self.last_layer = layers[-1].requires_grad_(True)
         model.base_model.encoder.layer = layers[:-1]
-        self._frozen = [model.base_model.eval()]  # in a list: not a submodule, so neither trained, saved nor reduced
+        self._frozen = [model.eval()]  # in a list: not a submodule, so neither trained, saved nor reduced
+        self._word = None  # id -> its place in the head's vocabulary, after limit_vocabulary
         # Every part of the language model that is not the trunk is its head; the tied embedding matrix stays frozen.
         self.mlm_head = nn.ModuleList(m for m in model.children() if m is not model.base_model)
         tied = model.get_input_embeddings().weight
@@ -127,33 +149,78 @@ class Encoder(nn.Module):
         offsets = torch.tensor([0, *map(len, ids)]).cumsum(0)
         return Packed(torch.tensor([i for row in ids for i in row]).to(self.device), offsets.to(self.device))
 
+    def cache(self, tokens, desc=None):
+        """What features and mlm_loss read Packed ids from: their hidden states, or with --no_cache the ids themselves."""
+        return self.trunk(tokens, desc) if self.cached else tokens
+
+    def empty_states(self, T):
+        """(T, H) to fill: in memory or, above cache_gb on a CPU, in a mapped file that goes when the process does."""
+        size = T * self.hidden_size
+        if self.device.type != "cpu" or self.folder is None or size * self.dtype.itemsize <= self.cache_gb * 1e9:
+            return torch.empty(T, self.hidden_size, dtype=self.dtype, device=self.device)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=self.folder) as file:
+            os.posix_fallocate(file.fileno(), 0, size * self.dtype.itemsize)  # a full disk shows here, not as a crash later
+            return torch.from_file(file.name, shared=True, size=size, dtype=self.dtype).view(T, self.hidden_size)
+
+    def run_layer(self, layer, x, lengths, kept=None):
+        """A transformer layer on the tokens x (T, H) of rows sorted by length, lengths (B,). Returns (T, H).
+
+        Rows of one length attend as one block, so nothing is padded. With kept, positions in x, the layer's second half
+        runs for those tokens alone, and they are what is returned.
+        """
+        attention = layer.attention.self
+        parts = [getattr(attention, name) for name in ("query", "key", "value")]
+        heads, dropout = attention.num_attention_heads, attention.dropout.p if layer.training else 0.0
+        with self.autocast():
+            qkv = linear(x.to(self.dtype), torch.cat([m.weight for m in parts]), torch.cat([m.bias for m in parts]))
+            context = []
+            for block, L in by_row(qkv, lengths):
+                q, k, v = block.view(-1, L, 3, heads, qkv.shape[1] // heads // 3).permute(2, 0, 3, 1, 4)
+                context.append(scaled_dot_product_attention(q, k, v, dropout_p=dropout).transpose(1, 2).flatten(0, 1))
+            context = torch.cat(context).flatten(1)
+            if kept is not None:
+                context, x = context[kept], x[kept]
+            x = layer.attention.output(context, x)
+            return layer.output(layer.intermediate(x), x)
+
     @torch.no_grad()
     def trunk(self, tokens, desc=None):
         """Packed ids -> Packed hidden states (T, H) that enter the trained layer, in the autocast type."""
-        out = torch.empty(len(tokens.values), self.hidden_size, dtype=self.dtype, device=self.device)
+        out = self.empty_states(len(tokens.values))
+        model = self._frozen[0].base_model
         rows = torch.arange(len(tokens), device=self.device)
         for part in tqdm(tokens.by_length(rows), desc=desc, disable=desc is None or not sys.stderr.isatty(), leave=False):
             ids, mask = tokens.pad(part)
-            with self.autocast():
-                hidden = self._frozen[0](input_ids=ids, attention_mask=mask.long()).last_hidden_state
-            index = tokens.offsets[part, None] + torch.arange(ids.shape[1], device=self.device)
-            out[index[mask]] = hidden[mask].to(self.dtype)
+            x = model.embeddings(input_ids=ids)[mask]
+            for layer in model.encoder.layer:
+                x = self.run_layer(layer, x, tokens.lengths[part])
+            out[tokens.index(part)] = x.to(self.dtype)
         return Packed(out, tokens.offsets)
 
-    def tokens_out(self, hidden, rows):
-        """Yield (positions, states (b, L, H), mask (b, L)): the trained layer's output for chunks of rows (B,)."""
+    def last_layer_out(self, hidden, rows, target=None):
+        """Yield (positions (b,), states (T, H), lengths (b,), ids) for chunks of rows (B,): the trained layer's output.
+
+        Tokens lie one behind the other, shortest row first. With target, Packed int64 ids, only the tokens whose id is 0 or
+        more are carried to the end, and ids holds theirs (T,); None without.
+        """
+        if not hidden.values.is_floating_point():  # ids: --no_cache, the trunk runs for every batch anew
+            target = target.take(rows) if target is not None else None
+            hidden, rows = self.trunk(hidden.take(rows)), torch.arange(len(rows), device=self.device)
         for part in hidden.by_length(rows):
-            x, mask = hidden.pad(rows[part])
-            full = None if bool(mask.all()) else mask[:, None, None, :].expand(-1, 1, x.shape[1], -1)
-            with self.autocast():
-                yield part, self.last_layer(x.to(self.dtype), full), mask
+            lengths, index = hidden.lengths[rows[part]], hidden.index(rows[part])
+            kept = ids = None
+            if target is not None:
+                ids = target.values[index]
+                kept = torch.where(ids >= 0)[0]
+                ids = ids[kept]
+            yield part, self.run_layer(self.last_layer, hidden.values[index], lengths, kept), lengths, ids
 
     def features(self, hidden, rows):
         """z (B, H) float32: the mean over all real tokens, [CLS] included (Sec. 3.3), of rows (B,) of Packed hidden."""
         parts, z = [], []
-        for part, states, mask in self.tokens_out(hidden, rows):
-            total = (states.float() * mask[..., None]).sum(1)
-            z.append(total / mask.sum(1, keepdim=True))
+        for part, states, lengths, _ in self.last_layer_out(hidden, rows):
+            z += [block.view(-1, L, self.hidden_size).float().mean(1) for block, L in by_row(states, lengths)]
             parts.append(part)
         return torch.cat(z)[torch.argsort(torch.cat(parts))]
 
@@ -167,14 +234,24 @@ class Encoder(nn.Module):
         self.last_layer.train(was_training)
         return torch.cat(z) if z else torch.empty(0, self.hidden_size, device=self.device)
 
+    def limit_vocabulary(self, tokens):
+        """Let the language-model head choose among the ids that occur in Packed tokens, instead of the whole vocabulary.
+
+        No other id is ever a target, and the product with 30,522 word vectors was half of a pre-training step.
+        """
+        ids, model = tokens.values.unique(), self._frozen[0]
+        whole = model.get_output_embeddings()
+        part = nn.Linear(whole.in_features, len(ids), device=self.device)
+        part.weight = nn.Parameter(whole.weight[ids].clone(), requires_grad=False)
+        part.bias = nn.Parameter(whole.bias[ids].detach().clone())
+        model.set_output_embeddings(part)
+        self.mlm_head = nn.ModuleList(m for m in model.children() if m is not model.base_model)
+        self._word = torch.zeros(len(self.tokenizer), dtype=torch.int64, device=self.device)
+        self._word[ids] = torch.arange(len(ids), device=self.device)
+
     def mlm_loss(self, hidden, rows, target):
         """Mean masked-language-modelling loss of rows (B,). target: Packed int64 ids, -100 where nothing is predicted."""
-        states, wanted = [], []
-        for part, state, _ in self.tokens_out(hidden, rows):
-            ids, mask = target.pad(rows[part])
-            hit = mask & (ids >= 0)
-            states.append(state[hit])
-            wanted.append(ids[hit])
+        states, wanted = zip(*((states, ids) for _, states, _, ids in self.last_layer_out(hidden, rows, target)))
         wanted = torch.cat(wanted)
         if len(wanted) == 0:
             return torch.zeros((), device=self.device)
@@ -182,7 +259,7 @@ class Encoder(nn.Module):
             logits = torch.cat(states)
             for part in self.mlm_head:
                 logits = part(logits)
-        return nn.functional.cross_entropy(logits.float(), wanted)
+        return nn.functional.cross_entropy(logits.float(), wanted if self._word is None else self._word[wanted])
 
     def special(self, tokens):
         """bool (T,): [CLS], [SEP] and the like, which no augmentation may touch."""

@@ -21,6 +21,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import sys
 import urllib.error
 import urllib.request
@@ -95,6 +96,7 @@ def parse_args(Args, argv=None):
 
 def run_script(main, Args=None):
     """Run main(args), or main(words) without Args, and turn what a user can cause into one line on stderr, exit code 2."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a batch system's way to say Ctrl-C
     try:
         main(parse_args(Args) if Args else sys.argv[1:])
     except UserError as err:

@@ -48,6 +48,8 @@ class Args:
     mask_epochs: int = 3  # epochs that share one random masking of the corpus, since the trunk has to run for each
     no_mlm: bool = False  # leave the masked language modelling out
     max_length: int = 128  # tokens a text is cut at
+    no_cache: bool = False  # run the frozen trunk for every batch anew: slow, to compare with
+    cache_gb: float = 8.0  # hidden states larger than this lie in a memory-mapped file in out/<run>/ while it runs
     device: str = "auto"  # cpu, cuda, or auto: cuda where there is one
     dtype: str = "auto"  # float32, bfloat16, or auto: bfloat16 where the hardware multiplies it natively
     restart: bool = False  # replace an earlier run that had other settings
@@ -163,14 +165,14 @@ def mixture_step(x, held, label, centre, log_share, kappa, label_weight):
     x: (N, H) unit rows. centre: (K, H) unit rows. log_share: (K,). A labelled row counts label_weight times in its centre.
     Returns the new centre and log_share, and the old ones' log-likelihood of each row (N,), up to a constant.
     """
-    score = kappa * (x @ centre.T).float() + log_share
-    likelihood = score.logsumexp(1)
-    share = (score - likelihood[:, None]).exp_()
+    score = (x @ (kappa * centre).T).float().add_(log_share)
+    share = score.softmax(1)
+    likelihood = score.amax(1) - share.amax(1).log()
     share[held] = 0
     share[held, label[held]] = 1
     log_share = ((share.sum(0) + 1e-3) / len(x)).log()
     share[held] *= label_weight
-    return normalize((share.T.to(x.dtype) @ x).float(), dim=1), log_share, likelihood
+    return normalize((share.to(x.dtype).T @ x).float(), dim=1), log_share, likelihood
 
 
 def seed_centres(x, label, K, num_known, kappa, label_weight, swaps, seed):
@@ -234,15 +236,16 @@ def train_epoch(encoder, classifier, optimizer, hidden, masked, target, label, a
     labelled = torch.where(label >= 0)[0]
     batches = torch.randperm(len(hidden), generator=generator).to(encoder.device).split(args.batch_size)
     sums = torch.zeros(2)
-    for rows in batches:
+    for step, rows in enumerate(batches, 1):
         drawn = labelled[torch.randint(len(labelled), (min(args.labeled_batch_size, len(labelled)),), generator=generator)]
         z = normalize(encoder.features(hidden, drawn), dim=1)
         ce = cross_entropy(z @ normalize(classifier, dim=1).T / args.temperature, label[drawn])
         mlm = encoder.mlm_loss(masked, rows, target) if not args.no_mlm else torch.zeros((), device=encoder.device)
         loss = ce + mlm
         if not torch.isfinite(loss):
-            raise UserError(f"the loss is {loss.item()} in epoch {epoch} at lr {args.lr}: try a smaller --lr or --dtype "
-                            "float32")
+            raise UserError(f"the loss is {loss.item()} in epoch {epoch}, step {step} of {len(batches)}, at lr {args.lr}, "
+                            f"training rows {sorted({*rows.tolist(), *drawn.tolist()})}: try a smaller --lr or --dtype "
+                            "float32; the last finished epoch is saved")
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 1.0)
@@ -267,12 +270,13 @@ def main(args):
     if args.select not in ("loss", "accuracy"):
         raise UserError(f"--select {args.select} is unknown: choose loss or accuracy")
     for flag in ("epochs", "patience", "lr", "head_lr", "batch_size", "labeled_batch_size", "temperature", "mask_epochs",
-                 "max_length"):
+                 "max_length", "cache_gb"):
         if not getattr(args, flag) > 0:
             raise UserError(f"--{flag} {getattr(args, flag)} must be above 0")
     device = pick_device(args.device)
     dtype = pick_dtype(args.dtype, device)
-    config = {k: v for k, v in asdict(args).items() if k not in ("data_dir", "out_dir", "restart", "device", "dtype")}
+    config = {k: v for k, v in asdict(args).items()
+              if k not in ("data_dir", "out_dir", "cache_gb", "restart", "device", "dtype")}
     config |= {"data": data_fingerprint(data), "dtype": str(dtype).split(".")[1]}
     done, part = out / "pretrain.pt", out / "pretrain_part.pt"
     found = load_checkpoint(done)
@@ -281,9 +285,10 @@ def main(args):
         return
 
     start = time.time()
-    encoder = Encoder(args.encoder, args.max_length, device, dtype)
+    encoder = Encoder(args.encoder, args.max_length, device, dtype, not args.no_cache, args.cache_gb, out)
     tokens = {split: encoder.tokenize(texts[split]) for split in ("train", "dev")}
-    hidden = {split: encoder.trunk(tokens[split], f"reading {split}") for split in tokens}
+    encoder.limit_vocabulary(tokens["train"])
+    hidden = {split: encoder.cache(tokens[split], f"reading {split}") for split in tokens}
     label = torch.from_numpy(labels["train"]).to(device)
     dev_label = torch.from_numpy(labels["dev"]).to(device)
     classifier = nn.Parameter(class_means(normalize(encoder.all_features(hidden["train"]), dim=1), label, meta["num_known"]))
@@ -292,12 +297,14 @@ def main(args):
     optimizer = torch.optim.AdamW([{"params": layer, "lr": args.lr}, {"params": heads, "lr": args.head_lr}], weight_decay=0.01)
 
     def state():
-        return {"encoder": trained_state(encoder), "classifier": classifier.detach().cpu().clone()}
+        return {"last_layer": trained_state(encoder.last_layer), "mlm_head": trained_state(encoder.mlm_head),
+                "classifier": classifier.detach().cpu().clone()}
 
     epoch, log, best = 0, [], {"epoch": 0}
     found = load_checkpoint(part)
     if found and same_config(found["config"], config, part, args.restart):
-        load_trained(encoder, found["encoder"])
+        load_trained(encoder.last_layer, found["last_layer"])
+        load_trained(encoder.mlm_head, found["mlm_head"])
         classifier.data.copy_(found["classifier"])
         optimizer.load_state_dict(found["optimizer"])
         epoch, log, best = found["epoch"], found["log"], found["best"]
@@ -311,7 +318,7 @@ def main(args):
             if not args.no_mlm and (masked is None or epoch % args.mask_epochs == 0):
                 drawing = torch.Generator().manual_seed(args.seed + 7919 * (epoch // args.mask_epochs + 1))
                 masked, target = encoder.mask_tokens(tokens["train"], drawing)
-                masked = encoder.trunk(masked)
+                masked = encoder.cache(masked)
             epoch += 1
             ce, mlm = train_epoch(encoder, classifier, optimizer, hidden["train"], masked, target, label, args, epoch)
             loss, accuracy = dev_result(encoder, classifier, hidden["dev"], dev_label, args.temperature)

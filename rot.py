@@ -22,6 +22,7 @@ Solver "newton" works on the semi-dual. The row constraint removes f: Q_ij = alp
 which leaves a concave function of the K numbers g with gradient beta(g) - Q^T 1 and a K x K Hessian, both sums over
 rows: one pass over log P a step, in chunks, over any number of processes. Solver "sinkhorn" is the paper's Algorithm 1.
 """
+import math
 import warnings
 from typing import NamedTuple
 
@@ -46,7 +47,7 @@ def relaxed_ot(log_p, lambda1=0.05, lambda2=2.0, *, row=None, prior=None, penalt
     row: (N,) positive sample weights, alpha up to scale (default: equal). prior: (K,) positive, up to scale (uniform).
     penalty: "reverse_kl", "kl" or "equality". solver: "newton", or "sinkhorn" with `sweeps` row and column scalings
     before every update of beta and h (many sweeps need not converge: see `converged`).
-    tol: on the residual |Q^T 1 - beta|_1 (default 1e-9 for float64 input, 1e-6 below). max_iter: Newton steps (100) or
+    tol: on the residual |Q^T 1 - beta|_1 (default 1e-9 for float64 input, 1e-6 below). max_iter: Newton steps (200) or
     Sinkhorn sweeps (10,000). init: (K,) potential of an earlier solution. chunk_rows: rows a pass handles at once.
     reduce: sums a tensor over processes that each hold some of the rows (none is allowed); all get the same beta.
 
@@ -54,11 +55,13 @@ def relaxed_ot(log_p, lambda1=0.05, lambda2=2.0, *, row=None, prior=None, penalt
     """
     log_p, alpha, prior, g, reduce = _check(log_p, lambda1, lambda2, row, prior, penalty, init, reduce)
     tol = tol if tol is not None else 1e-9 if log_p.dtype == torch.float64 else 1e-6
-    problem = _SemiDual(log_p, alpha, prior, lambda1, lambda2, penalty, chunk_rows or max(1, 2**20 // log_p.shape[1]), reduce)
-    if init is None:
-        g = problem.start()
+    chunk_rows = chunk_rows or max(1, 2**20 // log_p.shape[1])
+    alpha, prior, start, spread = _survey(log_p, alpha, prior, penalty, lambda1, chunk_rows, reduce)
+    rungs = max(0, math.ceil(math.log(spread / 50 / lambda1, 4))) if init is None and spread > 0 else 0
+    g = start if init is None else g
+    problem = _SemiDual(log_p, alpha, prior, lambda1, lambda2, penalty, chunk_rows, reduce)
     if solver == "newton":
-        g, n_iter, residual = _newton(problem, g, tol, 100 if max_iter is None else max_iter)
+        g, n_iter, residual = _newton(problem, g, tol, 200 if max_iter is None else max_iter, rungs)
     elif solver == "sinkhorn":
         if sweeps < 1:
             raise ValueError(f"sweeps must be at least 1, got {sweeps}")
@@ -109,24 +112,41 @@ def _check(log_p, lambda1, lambda2, row, prior, penalty, init, reduce):
     prior = torch.ones(K, dtype=torch.float64, device=device) if prior is None else vector("prior", prior, K, True)
     g = torch.zeros(K, dtype=torch.float64, device=device) if init is None else vector("init", init, K, False)
 
-    # One exchange: total weight, per-column counts of usable entries, NaN or +inf entries, rows with nothing usable.
-    usable = log_p > float("-inf")
-    counts = torch.cat([alpha.sum()[None], usable.sum(0).double(), (log_p.isnan() | log_p.isposinf()).sum()[None].double(),
-                        (~usable.any(1) & ~log_p.isnan().any(1)).sum()[None].double()])
-    counts = reduce(counts)
-    if counts[-2] > 0:
+    return log_p, alpha, prior, g, reduce
+
+
+def _survey(log_p, alpha, prior, penalty, lambda1, chunk_rows, reduce):
+    """One pass over all scores: refuses what has no solution. Returns alpha and prior, summing to 1, a start, the spread.
+
+    The start of g is 0, but a column that no row comes near (50 lambda1 or more behind in all) is lifted to its mean gap.
+    The spread is the mean gap between a row's best score and its others: the scale against which lambda1 is small or not.
+    """
+    K = log_p.shape[1]
+    sums = torch.zeros(4, K, dtype=torch.float64, device=log_p.device)
+    faults = torch.zeros(2, dtype=torch.float64, device=log_p.device)
+    for part in log_p.split(chunk_rows):
+        top = part.amax(1, keepdim=True).double()
+        faults += torch.stack([(top.isnan() | top.isposinf()).sum(), top.isneginf().sum()])
+        gap = top - part
+        usable = gap.isfinite()
+        sums[:3] += torch.stack([gap.where(usable, 0.0).sum(0), usable.sum(0), (gap < 50 * lambda1).sum(0)])
+    sums[3, 0] = alpha.sum()
+    faults, sums = reduce(torch.cat([faults, sums.flatten()])).split([2, 4 * K])
+    total_gap, usable, near, (weight, *_) = sums.view(4, K)
+    if faults[0]:
         raise ValueError("log_p must not hold NaN or +inf")
-    if counts[-1] > 0:
+    if faults[1]:
         raise ValueError("log_p must have a finite entry in every row")
-    if counts[0] == 0:
+    if weight == 0:
         raise ValueError("log_p must have at least one row")
-    empty = counts[1:-2] == 0
+    empty = usable == 0
     if empty.any():
         if penalty != "kl":
             raise ValueError(f"log_p must have a finite entry in every column: {penalty} gives column "
                              f"{int(empty.int().argmax())} a positive share")
         prior = prior.masked_fill(empty, 0)  # KL(beta || prior) is finite at beta_j = 0: the column stays empty
-    return log_p, alpha / counts[0], prior / prior.sum(), g, reduce
+    start = torch.where((near == 0) & ~empty, total_gap / usable.clamp_min(1), 0.0)
+    return alpha / weight, prior / prior.sum(), start, float(total_gap.sum() / usable.sum())
 
 
 class _SemiDual:
@@ -141,13 +161,11 @@ class _SemiDual:
         self.lambda1, self.lambda2, self.chunk_rows, self.reduce = lambda1, lambda2, chunk_rows, reduce
 
     def chunks(self, g):
-        """For each chunk of rows: alpha, softmax rows S with Q = alpha S, and log-sum-exp, all at potential g."""
-        for start in range(0, len(self.log_p), self.chunk_rows):
-            s = (self.log_p[start:start + self.chunk_rows].double() + g) / self.lambda1
-            top = s.amax(1, keepdim=True)
-            s = s.sub_(top).exp_()
-            total = s.sum(1, keepdim=True)
-            yield self.alpha[start:start + self.chunk_rows, None], s.div_(total), top + total.log()
+        """For each chunk of rows: alpha (n, 1), softmax rows S (n, K) with Q = alpha S, log-sum-exp (n, 1), at potential g."""
+        for part, alpha in zip(self.log_p.split(self.chunk_rows), self.alpha.split(self.chunk_rows)):
+            s = torch.add(g / self.lambda1, part, alpha=1 / self.lambda1)  # float64, whatever log_p is, in one go
+            S = s.softmax(1)
+            yield alpha[:, None], S, s.amax(1, keepdim=True) - S.amax(1, keepdim=True).log()
 
     def beta(self, g):
         """beta (K,) that minimises lambda2 D(beta) + <g, beta> over the simplex, and that minimum: dD's fixed point."""
@@ -171,23 +189,11 @@ class _SemiDual:
         b = b / b.sum()
         return b, self.lambda2 * (self.prior * (self.prior / b).log()).sum() + g @ b
 
-    def start(self):
-        """g = 0, but a column that no row comes near (all scores 50 lambda1 or more behind) is lifted to its mean gap."""
-        K = self.log_p.shape[1]
-        sums = torch.zeros(3, K, dtype=torch.float64, device=self.log_p.device)
-        for start in range(0, len(self.log_p), self.chunk_rows):
-            score = self.log_p[start:start + self.chunk_rows].double()
-            gap = score.amax(1, keepdim=True) - score
-            finite = gap.isfinite()
-            sums += torch.stack([gap.masked_fill(~finite, 0).sum(0), finite.sum(0), (gap < 50 * self.lambda1).sum(0)])
-        total, finite, near = self.reduce(sums)
-        return torch.where((near == 0) & (finite > 0), total / finite.clamp_min(1), 0.0)
-
     def column_sums(self, g):
         """q = Q^T 1 (K,)."""
         q = torch.zeros_like(g)
         for alpha, S, _ in self.chunks(g):
-            q += (alpha * S).sum(0)
+            q += alpha[:, 0] @ S
         return self.reduce(q)
 
     def derivatives(self, g):
@@ -195,9 +201,8 @@ class _SemiDual:
         K = len(g)
         sums = torch.zeros(K + 2, K, dtype=torch.float64, device=g.device)  # Q^T S, then Q^T 1, then the value
         for alpha, S, lse in self.chunks(g):
-            Q = alpha * S
-            sums[:K].addmm_(Q.T, S)
-            sums[K] += Q.sum(0)
+            sums[:K].addmm_((alpha * S).T, S)
+            sums[K] += alpha[:, 0] @ S
             sums[K + 1, 0] += (alpha * lse).sum()
         sums = self.reduce(sums)
         q, (beta, minimum) = sums[K], self.beta(g)
@@ -216,37 +221,34 @@ class _SemiDual:
         return plan
 
 
-def _newton(problem, g, tol, max_iter):
+def _newton(problem, g, tol, max_iter, rungs):
     """Damped Newton ascent on the dual. Returns (g, steps, residual).
 
-    A small lambda1 makes the dual nearly piecewise linear, and from afar a Newton step then says little. Where a line
-    search fails, the same problem is first solved loosely at a larger lambda1, whose optimum is a good start, and so on up.
+    A small lambda1 makes the dual nearly piecewise linear, and from afar a Newton step then says little. So the problem is
+    solved at 4^rungs lambda1 first, loosely, and then at a quarter of it and so on, each time from where a straight line
+    through the last two solutions leads. Three sweeps come before all: they fill columns that start with next to no mass.
     """
-    target, solved, n_iter = problem.lambda1, None, 0
-    level, last_try = target, False
-    while True:
-        problem.lambda1 = level
-        least, most = (1e-10, max_iter) if last_try else (0.02, 16)
-        new_g, steps, stuck = _newton_at(problem, g, tol if level == target else 0.01, min(most, max_iter - n_iter), least)
+    target, before, n_iter = problem.lambda1, None, 0
+    q, beta = problem.column_sums(g), problem.beta(g)[0]
+    for rung in range(rungs, -1, -1):
+        problem.lambda1 = target * 4.0 ** rung
+        if rung == rungs:
+            for _ in range(3):
+                g, q, beta = _sweep(problem, g, q, beta)
+        g, before = (g if before is None else g + (g - before) / 4), (None if rung == rungs else g)
+        g, steps, residual = _newton_at(problem, g, tol if rung == 0 else 0.01, max_iter - n_iter)
         n_iter += steps
-        if not stuck:
-            g, solved = new_g, level
-        if (level == target and not stuck) or last_try or n_iter >= max_iter:
-            break
-        level = target if not stuck else 4 * level if solved is None else (level * solved) ** 0.5
-        if solved is not None and level > 0.9 * solved:  # the ladder's rungs are used up: from here, whatever it takes
-            level, last_try = target, True
-    g, problem.lambda1 = new_g, target
-    return g, n_iter, float((problem.beta(g)[0] - problem.column_sums(g)).abs().sum())
+    problem.lambda1 = target
+    return g, n_iter, residual
 
 
-def _newton_at(problem, g, tol, max_iter, least_t):
-    """At most max_iter Newton steps at one lambda1. Returns (g, steps, stuck): whether it ended above tol."""
+def _newton_at(problem, g, tol, max_iter):
+    """At most max_iter Newton steps at one lambda1. Returns (g, steps, residual)."""
     value, grad, curvature = problem.derivatives(g)
     for n_iter in range(max_iter + 1):
         residual = float(grad.abs().sum())
         if residual <= tol or n_iter == max_iter:
-            return g, n_iter, residual > tol
+            return g, n_iter, residual
         # The constant shift of g is the one flat direction; a rank-one term along it makes the system definite. The
         # small diagonal term is for columns that no row comes near, where the dual is flat to the last digit.
         diagonal = curvature.diagonal()
@@ -265,29 +267,35 @@ def _newton_at(problem, g, tol, max_iter, least_t):
             # Far away the value decides; close to the optimum its digits run out and the residual does.
             if new[0] >= value + 1e-4 * t * slope or new[1].abs().sum() <= (1 - 0.1 * t) * residual:
                 break
-            t /= 2
-            if t < least_t:
-                return g, n_iter, True
+            t /= 4
+            if t < 1e-9:
+                return g, n_iter, residual
         g, (value, grad, curvature) = trial - trial.mean(), new
+
+
+def _sweep(problem, g, q, beta):
+    """Scale the columns at g, whose plan has column sums q, towards beta. Returns the new g, q and beta(g).
+
+    A column that gains mass gets a larger g and by Eq. 21 a smaller beta, so an undamped update overshoots where lambda2 is
+    small against lambda1. The damping is that of the linearised joint update of g_j and beta_j; it leaves the fixed point.
+    """
+    response = {"equality": 0.0, "kl": 1.0, "reverse_kl": beta / problem.prior}[problem.penalty] / problem.lambda2
+    move = problem.lambda1 * (beta.clamp_min(1e-300).log() - q.clamp_min(1e-300).log())
+    g = g + move / (1 + problem.lambda1 * response)
+    return g, problem.column_sums(g), problem.beta(g)[0]
 
 
 def _sinkhorn(problem, g, tol, max_iter, sweeps):
     """The paper's Algorithm 1: Sinkhorn with beta held for `sweeps` sweeps, then beta and h. Returns (g, sweeps, residual).
 
-    A column that gains mass gets a larger g and by Eq. 21 a smaller beta, so with one sweep an undamped update overshoots
-    where lambda2 is small against lambda1. The damping is that of the linearised joint update of g_j and beta_j; it leaves
-    the fixed point of the sweeps with beta held where it is.
+    The plan at g has its rows scaled already (f), so that a sweep is a column scaling.
     """
-    beta, q = problem.beta(g)[0], problem.column_sums(g)
+    q, beta = problem.column_sums(g), problem.beta(g)[0]
     n_iter, residual = 0, float((q - beta).abs().sum())
     while residual > tol and n_iter < max_iter:
-        response = {"equality": 0.0, "kl": 1.0, "reverse_kl": beta / problem.prior}[problem.penalty] / problem.lambda2
         for _ in range(sweeps):
-            # The plan at g already has its rows scaled (f); this is the column scaling of the same sweep.
-            move = problem.lambda1 * (beta.clamp_min(1e-300).log() - q.clamp_min(1e-300).log())
-            g = g + move / (1 + problem.lambda1 * response)
-            q = problem.column_sums(g)
+            g, q, new_beta = _sweep(problem, g, q, beta)
             n_iter += 1
-        beta = problem.beta(g)[0]
+        beta = new_beta
         residual = float((q - beta).abs().sum())
     return g - g.mean(), n_iter, residual

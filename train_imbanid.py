@@ -89,6 +89,8 @@ class Args:
     kappa: float = 20.0  # concentration of the mixture that seeds the head's novel rows; not in the paper
     label_weight: float = 0.0  # rows a labelled row counts for in that mixture; 0: 1 / labeled_ratio
     swaps: int = 1000  # relocations of a novel centre that the seeding tries
+    no_cache: bool = False  # run the frozen trunk for every batch anew: slow, to compare with
+    cache_gb: float = 8.0  # hidden states larger than this lie in a memory-mapped file in out/<run>/ while it runs
     device: str = "auto"  # cpu, cuda, or auto: cuda where there is one
     dtype: str = "auto"  # float32, bfloat16, or auto: bfloat16 where the hardware multiplies it natively
     restart: bool = False  # replace an earlier run that had other settings
@@ -194,14 +196,16 @@ def train_epoch(encoder, head, optimizer, schedule, hidden, view, pseudo_label, 
     encoder.train()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     sums = torch.zeros(2)
-    for rows in torch.randperm(len(hidden), generator=generator).to(encoder.device).tensor_split(steps):
+    for step, rows in enumerate(torch.randperm(len(hidden), generator=generator).to(encoder.device).tensor_split(steps), 1):
         loss, contrastive, ce = batch_loss(encoder, head, hidden, view, rows, pseudo_label, confidence, clean, args)
         optimizer.zero_grad()
         loss.backward()
         flat = sum_over_ranks(torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters]))
         if not torch.isfinite(flat).all():
-            raise UserError(f"a gradient is not finite in epoch {epoch} at lr {schedule.get_last_lr()[0]:.1e}, rows "
-                            f"{rows[:8].tolist()}...: try a smaller --lr or --dtype float32; the last epoch is saved")
+            world = dist.get_world_size() if dist.is_initialized() else 1
+            raise UserError(f"a gradient is not finite in epoch {epoch}, step {step} of {steps}, at lr "
+                            f"{schedule.get_last_lr()[0]:.1e}, training rows {(rank + world * rows).tolist()}: try a smaller "
+                            "--lr or --dtype float32; the last finished epoch is saved")
         for p, g in zip(parameters, flat.split([p.numel() for p in parameters])):
             p.grad = g.view_as(p)
         nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -286,11 +290,11 @@ def evaluate(args, z, head, pseudo_label, data, labels, meta, kmeans_file):
     return scores, pred
 
 
-def main(args):
+def check_flags(args):
     check_task(args.dataset, args.gamma, args.seed, args.known_ratio, args.labeled_ratio)
     if args.pseudo_label not in ("rot", "cot", "eot", "mot"):
         raise UserError(f"--pseudo_label {args.pseudo_label} is unknown: choose rot, cot, eot or mot")
-    for flag in ("batch_size", "epochs", "view_epochs", "tau", "temperature", "lambda1", "lr", "head_lr", "kappa"):
+    for flag in ("batch_size", "epochs", "view_epochs", "tau", "temperature", "lambda1", "lr", "head_lr", "kappa", "cache_gb"):
         if not 0 < getattr(args, flag) < math.inf:
             raise UserError(f"--{flag} {getattr(args, flag)} must be a number above 0")
     for flag in ("lambda2", "label_weight", "swaps", "max_classes", "min_cluster"):
@@ -303,6 +307,10 @@ def main(args):
         raise UserError(f"--mu {args.mu} must be between 0 and 1")
     if "/" in args.tag:
         raise UserError(f"--tag {args.tag}: it becomes part of a folder's name and must not hold a /")
+
+
+def main(args):
+    check_flags(args)
     run = run_name(args.dataset, args.gamma, args.seed, args.known_ratio, args.labeled_ratio)
     data, base = Path(args.data_dir) / run, Path(args.out_dir) / run
     out = base.with_name(f"{run}_{args.tag}") if args.tag else base
@@ -313,7 +321,8 @@ def main(args):
         raise UserError(f"{base}/pretrain.pt is missing: run pretrain.py for {run} first")
     if pre["config"]["data"] != data_fingerprint(data):
         raise UserError(f"{base}/pretrain.pt was trained on other data than {data} holds now: run pretrain.py --restart")
-    config = {k: v for k, v in asdict(args).items() if k not in ("data_dir", "out_dir", "restart", "device", "dtype", "tag")}
+    config = {k: v for k, v in asdict(args).items()
+              if k not in ("data_dir", "out_dir", "cache_gb", "restart", "device", "dtype", "tag")}
     config["pretrain"] = pre["config"]
     if (out / "results.json").exists():
         try:
@@ -328,6 +337,10 @@ def main(args):
     rank, world, device = start_processes(args.device)
     try:
         train(args, texts, labels, meta, pre, config, data, base, out, rank, world, device)
+    except RuntimeError as err:
+        if world == 1 or not any(word in str(err) for word in ("onnection", "NCCL", "peer", "imed out")):
+            raise
+        raise UserError("another process died: the same command goes on from the last finished epoch") from None
     finally:
         if world > 1:
             dist.destroy_process_group()
@@ -335,27 +348,27 @@ def main(args):
 
 def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, device):
     """From the features to results.json. Process `rank` holds training rows rank::world; process 0 also dev and test."""
-    clock = [time.time()]
-    seconds, before = {"pretrain": pre["seconds"]}, 0.0  # before: training time of sessions that were killed
+    clock, seconds = [time.time()], {"pretrain": pre["seconds"]}
 
     def lap(stage):
         clock.append(time.time())
         seconds[stage] = clock[-1] - clock[-2]
 
-    N = len(labels["train"])
-    encoder = Encoder(pre["config"]["encoder"], pre["config"]["max_length"], device, pick_dtype(args.dtype, device))
+    N, label = len(labels["train"]), {split: torch.from_numpy(labels[split]).to(device) for split in ("train", "dev")}
+    encoder = Encoder(pre["config"]["encoder"], pre["config"]["max_length"], device, pick_dtype(args.dtype, device),
+                      not args.no_cache, args.cache_gb, out)
     tokens = encoder.tokenize(texts["train"][rank::world])
-    hidden = encoder.trunk(tokens, "reading train" if rank == 0 else None)
-    others = {s: encoder.trunk(encoder.tokenize(texts[s]), f"reading {s}") for s in ("dev", "test")} if rank == 0 else {}
+    hidden = {"train": encoder.cache(tokens, "reading train" if rank == 0 else None)}
+    hidden |= {s: encoder.cache(encoder.tokenize(texts[s]), f"reading {s}") for s in ("dev", "test")} if rank == 0 else {}
 
-    def unit_features(*splits):
-        z = {split: normalize(encoder.all_features(others[split]), dim=1) for split in splits if split in others}
-        return z | {"train": gather_rows(normalize(encoder.all_features(hidden), dim=1), N)}
+    def unit_features():
+        """Of this process's test rows and of all training rows: (., H), unit length."""
+        z = {split: normalize(encoder.all_features(hidden[split]), dim=1) for split in ("train", "test") if split in hidden}
+        return z | {"train": gather_rows(z["train"], N)}
 
-    z = {"raw": unit_features("test")}
-    load_trained(encoder, pre["encoder"])
-    z["pretrained"] = unit_features("test")
-    label = torch.from_numpy(labels["train"]).to(device)
+    z = {"raw": unit_features()}
+    load_trained(encoder.last_layer, pre["last_layer"])
+    z["pretrained"] = unit_features()
     K = resolve_num_classes(args, z["pretrained"]["train"], meta, rank)
     lap("features")
 
@@ -363,71 +376,15 @@ def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, 
     head = torch.zeros(K, encoder.hidden_size, device=device)
     if rank == 0:
         out.mkdir(parents=True, exist_ok=True)
-        head += seed_centres(z["pretrained"]["train"], label, K, meta["num_known"], args.kappa,
-                             args.label_weight or 1 / args.labeled_ratio, args.swaps,
-                             args.seed)
+        head += seed_centres(z["pretrained"]["train"], label["train"], K, meta["num_known"], args.kappa,
+                             args.label_weight or 1 / args.labeled_ratio, args.swaps, args.seed)
     head = nn.Parameter(sum_over_ranks(head))
     lap("seeding")
 
-    label, labelled = label[rank::world], label >= 0
-    steps = math.ceil(N / args.batch_size)
-    optimizer = torch.optim.AdamW([{"params": list(encoder.last_layer.parameters()), "lr": args.lr},
-                                   {"params": [head], "lr": args.head_lr}], weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: 0.5 + 0.5 * math.cos(math.pi * step / (steps * args.epochs)))
-    lambda2 = args.lambda2 or (2.0 if args.gamma > 1 else 7.0)
-    epoch, log, potential, view = 0, [], None, None
-    marginal = torch.full((K,), 1 / K, dtype=torch.float64, device=device)
-    found = load_checkpoint(out / "last.pt")
-    if found and same_config(found["config"], config, out / "last.pt", args.restart):
-        load_trained(encoder, found["encoder"])
-        head.data.copy_(found["head"])
-        optimizer.load_state_dict(found["optimizer"])
-        schedule.load_state_dict(found["schedule"])
-        epoch, log, before = found["epoch"], found["log"], found["seconds"]
-        potential, marginal = found["potential"].to(device), found["marginal"].to(device)
-        if rank == 0:
-            print(f"resuming {out}/last.pt after epoch {epoch}")
-    elif rank == 0:
-        (out / "results.json").unlink(missing_ok=True)  # of the run that --restart replaces
-    if int(sum_over_ranks(torch.tensor(epoch, device=device))) != world * epoch:
-        raise UserError(f"the processes found different checkpoints: every node needs the same {out}/ (a shared disk)")
-
-    def assign():
-        """Pseudo-labels of this process's rows, from the encoder and the head as they are now."""
-        own = normalize(encoder.all_features(hidden), dim=1)
-        log_p = (own @ normalize(head.detach(), dim=1).T / args.temperature).log_softmax(1)
-        return assign_pseudo_labels(log_p, label, args, lambda2, potential, marginal)
-
-    with tqdm(total=args.epochs, initial=epoch, desc="training", disable=rank > 0 or not sys.stderr.isatty()) as bar:
-        while epoch < args.epochs:
-            pseudo_label, confidence, transport, marginal = assign()
-            potential = transport.potential
-            clean = select_clean(gather_rows(pseudo_label, N), gather_rows(confidence, N), transport.beta, args.rho, args.tau_g,
-                                 not args.no_dr, not args.no_qr, labelled)
-            if view is None or epoch % args.view_epochs == 0:
-                drawing = torch.Generator().manual_seed(7919 * (epoch // args.view_epochs + 1) + 104729 * args.seed + rank)
-                view = encoder.trunk(encoder.replace_tokens(tokens, args.replace_rate, drawing))
-            epoch += 1
-            losses = train_epoch(encoder, head, optimizer, schedule, hidden, view, pseudo_label, confidence,
-                                 clean[rank::world], steps, args, epoch, rank)
-            if rank == 0:
-                dev = (encoder.all_features(others["dev"]) @ normalize(head.detach(), dim=1).T).argmax(1).cpu().numpy()
-                log.append({"epoch": epoch, **losses, "clean": float(clean.float().mean()),
-                            "confidence": float(confidence.mean()), "rot_iterations": transport.n_iter,
-                            "rot_residual": transport.residual, "beta_max": float(transport.beta.max()),
-                            "beta_min": float(transport.beta.min()),
-                            "dev_accuracy": 100 * float((dev == labels["dev"]).mean())})
-                save_checkpoint(out / "last.pt", encoder=trained_state(encoder), head=head.detach().cpu(),
-                                optimizer=optimizer.state_dict(), schedule=schedule.state_dict(), epoch=epoch, log=log,
-                                potential=potential.cpu(), marginal=marginal.cpu(), config=config,
-                                seconds=before + time.time() - clock[-1])
-                write_atomic(out / "log.jsonl", "".join(json.dumps(line) + "\n" for line in log))
-                bar.update()
-                bar.set_postfix(dev=f"{log[-1]['dev_accuracy']:.2f}", clean=f"{log[-1]['clean']:.2f}")
+    epoch, before, assign = run_epochs(args, encoder, head, tokens, hidden, label, out, config, rank, world)
     pseudo_label, confidence, transport, _ = assign()
     pseudo_label, confidence = (gather_rows(x, N).cpu().numpy() for x in (pseudo_label, confidence))
-    z["final"] = unit_features("test")
+    z["final"] = unit_features()
     lap("train")
     seconds["train"] += before
     if rank > 0:
@@ -444,6 +401,69 @@ def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, 
                "config": config, "commit": commit(), "versions": versions()}
     save_results(out, results)
     print_results(results, out)
+
+
+def run_epochs(args, encoder, head, tokens, hidden, label, out, config, rank, world):
+    """The loop of the module docstring, from out/last.pt on where there is one. label: {"train", "dev"}, all processes' rows.
+
+    Returns the last epoch's number, the seconds that killed runs had spent, and assign(): the pseudo-labels as they are now.
+    """
+    N, K, labelled = len(label["train"]), len(head), label["train"] >= 0
+    steps = math.ceil(N / args.batch_size)
+    optimizer = torch.optim.AdamW([{"params": list(encoder.last_layer.parameters()), "lr": args.lr},
+                                   {"params": [head], "lr": args.head_lr}], weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: 0.5 + 0.5 * math.cos(math.pi * step / (steps * args.epochs)))
+    lambda2 = args.lambda2 or (2.0 if args.gamma > 1 else 7.0)
+    start, before, epoch, log, view = time.time(), 0.0, 0, [], None
+    potential, marginal = None, torch.full((K,), 1 / K, dtype=torch.float64, device=encoder.device)
+    found = load_checkpoint(out / "last.pt")
+    if found and same_config(found["config"], config, out / "last.pt", args.restart):
+        load_trained(encoder.last_layer, found["last_layer"])
+        head.data.copy_(found["head"])
+        optimizer.load_state_dict(found["optimizer"])
+        schedule.load_state_dict(found["schedule"])
+        epoch, log, before = found["epoch"], found["log"], found["seconds"]
+        potential, marginal = found["potential"].to(encoder.device), found["marginal"].to(encoder.device)
+        if rank == 0:
+            print(f"resuming {out}/last.pt after epoch {epoch}")
+    elif rank == 0:
+        (out / "results.json").unlink(missing_ok=True)  # of the run that --restart replaces
+    if int(sum_over_ranks(torch.tensor(epoch, device=encoder.device))) != world * epoch:
+        raise UserError(f"the processes found different checkpoints: every node needs the same {out}/ (a shared disk)")
+
+    def assign():
+        z = normalize(encoder.all_features(hidden["train"]), dim=1)
+        log_p = (z @ normalize(head.detach(), dim=1).T / args.temperature).log_softmax(1)
+        return assign_pseudo_labels(log_p, label["train"][rank::world], args, lambda2, potential, marginal)
+
+    with tqdm(total=args.epochs, initial=epoch, desc="training", disable=rank > 0 or not sys.stderr.isatty()) as bar:
+        while epoch < args.epochs:
+            pseudo_label, confidence, transport, marginal = assign()
+            potential = transport.potential
+            clean = select_clean(gather_rows(pseudo_label, N), gather_rows(confidence, N), transport.beta, args.rho, args.tau_g,
+                                 not args.no_dr, not args.no_qr, labelled)
+            if view is None or epoch % args.view_epochs == 0:
+                drawing = torch.Generator().manual_seed(7919 * (epoch // args.view_epochs + 1) + 104729 * args.seed + rank)
+                view = encoder.cache(encoder.replace_tokens(tokens, args.replace_rate, drawing))
+            epoch += 1
+            losses = train_epoch(encoder, head, optimizer, schedule, hidden["train"], view, pseudo_label, confidence,
+                                 clean[rank::world], steps, args, epoch, rank)
+            if rank > 0:
+                continue
+            found = (encoder.all_features(hidden["dev"]) @ normalize(head.detach(), dim=1).T).argmax(1)
+            log.append({"epoch": epoch, **losses, "clean": float(clean.float().mean()), "confidence": float(confidence.mean()),
+                        "rot_iterations": transport.n_iter, "rot_residual": transport.residual,
+                        "beta_max": float(transport.beta.max()), "beta_min": float(transport.beta.min()),
+                        "dev_accuracy": 100 * float((found == label["dev"]).float().mean())})
+            save_checkpoint(out / "last.pt", last_layer=trained_state(encoder.last_layer), head=head.detach().cpu(),
+                            optimizer=optimizer.state_dict(), schedule=schedule.state_dict(), epoch=epoch, log=log,
+                            potential=potential.cpu(), marginal=marginal.cpu(), config=config,
+                            seconds=before + time.time() - start)
+            write_atomic(out / "log.jsonl", "".join(json.dumps(line) + "\n" for line in log))
+            bar.update()
+            bar.set_postfix(dev=f"{log[-1]['dev_accuracy']:.2f}", clean=f"{log[-1]['clean']:.2f}")
+    return epoch, before, assign
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import textwrap
 import pytest
 from conftest import REPO
 
-ALLOWED = {"rot": {"torch", "typing", "warnings"}, "losses": {"torch"}, "metrics": {"numpy", "scipy", "sklearn"}}
+ALLOWED = {"rot": {"math", "torch", "typing", "warnings"}, "losses": {"torch"}, "metrics": {"numpy", "scipy", "sklearn"}}
 
 
 @pytest.mark.parametrize("name", sorted(ALLOWED))

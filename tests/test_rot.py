@@ -1,4 +1,7 @@
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -146,7 +149,8 @@ def test_low_precision_input_is_solved_in_high_precision(dtype):
     assert r.plan.dtype == torch.float32 and r.residual <= 1e-5 and (r.beta - exact.beta).abs().sum() < 1e-5
 
 
-@pytest.mark.parametrize("lambda1,lambda2", [(1e-3, 2.0), (0.05, 1e-3), (0.05, 1e6), (0.01, 100.0), (10.0, 2.0)])
+@pytest.mark.parametrize("lambda1,lambda2", [(1e-3, 2.0), (1e-4, 2.0), (1e-4, 1e-3), (1e-4, 1e6), (0.05, 1e-3), (0.05, 1e6),
+                                            (0.01, 100.0), (10.0, 2.0)])
 def test_extreme_weights_converge(lambda1, lambda2):
     assert relaxed_ot(scores(300, 12, seed=9), lambda1, lambda2).converged
 
@@ -175,6 +179,61 @@ def test_non_convergence_is_said():
     with pytest.warns(RuntimeWarning, match="residual"):
         r = relaxed_ot(scores(200, 20), 0.05, 2.0, solver="sinkhorn", max_iter=3)
     assert not r.converged and r.residual > 1e-9 and r.n_iter == 3
+
+
+@pytest.mark.parametrize("sweeps", [100, 300])
+def test_sweeps_to_convergence_between_beta_updates_do_not_converge_and_say_so(sweeps):
+    """Algorithm 1 at its word: with beta held until Sinkhorn has settled, its update overshoots for ever."""
+    log_p = scores(500, 20, seed=13)
+    few = relaxed_ot(log_p, 0.05, 2.0, solver="sinkhorn", sweeps=1)
+    assert few.converged
+    with pytest.warns(RuntimeWarning, match="sinkhorn"):
+        many = relaxed_ot(log_p, 0.05, 2.0, solver="sinkhorn", sweeps=sweeps, max_iter=2000)
+    assert not many.converged and (many.beta - few.beta).abs().sum() > 0.1
+
+
+def test_the_same_call_gives_the_same_bits():
+    log_p = scores(700, 9, seed=14, dtype=torch.float32)
+    a, b = relaxed_ot(log_p), relaxed_ot(log_p)
+    assert torch.equal(a.plan, b.plan) and torch.equal(a.beta, b.beta) and torch.equal(a.potential, b.potential)
+
+
+RANKS = """
+import sys, torch, torch.distributed as dist
+sys.path.insert(0, {repo!r})
+from rot import moving_average_marginal, relaxed_ot
+dist.init_process_group("gloo")
+def add(x):
+    dist.all_reduce(x)
+    return x
+torch.manual_seed(0)
+log_p = (3 * torch.randn(101, 7, dtype=torch.float64) - torch.arange(7)).log_softmax(1)
+log_p[:, 4] -= 90   # a column that no row comes near
+weight = torch.rand(101, dtype=torch.float64) + 0.1
+for first in (30, 101):   # rank 1 holds 71 rows, then none
+    own = slice(0, first) if dist.get_rank() == 0 else slice(first, 101)
+    for penalty in ("reverse_kl", "kl", "equality"):
+        for solver in ("newton", "sinkhorn"):
+            args = dict(lambda1=0.3, lambda2=1.0, penalty=penalty, solver=solver)
+            whole = relaxed_ot(log_p, row=weight, **args)
+            part = relaxed_ot(log_p[own], row=weight[own], reduce=add, **args)
+            assert (part.beta - whole.beta).abs().max() <= 1e-12, (penalty, solver, part.beta - whole.beta)
+            assert (part.plan - whole.plan[own]).abs().sum() <= 1e-12 and part.n_iter == whole.n_iter
+    mass = torch.full((7,), 1 / 7, dtype=torch.float64)
+    assert torch.allclose(moving_average_marginal(mass, log_p[own], 0.5, add), moving_average_marginal(mass, log_p, 0.5))
+try:   # a fault in one rank's rows is every rank's error: none is left waiting
+    relaxed_ot(log_p[own] * (float("nan") if dist.get_rank() == 0 else 1), reduce=add)
+except ValueError as err:
+    print("refused", err)
+dist.destroy_process_group()
+"""
+
+
+def test_two_ranks_with_uneven_rows_get_the_beta_of_one(tmp_path):
+    (tmp_path / "check.py").write_text(RANKS.format(repo=str(Path(__file__).parent.parent)))
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
+                           str(tmp_path / "check.py")], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.count("refused log_p must not hold NaN") == 2, done.stderr
 
 
 def test_warm_start_chunks_and_no_plan():

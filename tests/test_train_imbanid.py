@@ -55,7 +55,7 @@ def test_features_are_the_mean_over_all_real_tokens_of_the_whole_model(tiny_enco
 def test_only_the_last_layer_and_the_heads_train(encoder):
     trained = {name for name, p in encoder.named_parameters() if p.requires_grad}
     assert trained and all(name.startswith(("last_layer.", "mlm_head.")) for name in trained)
-    assert not any(p.requires_grad for p in encoder._frozen[0].parameters())
+    assert not any(p.requires_grad for p in encoder._frozen[0].base_model.parameters())
     assert all("decoder.weight" not in name for name in trained), "the tied embedding matrix must stay frozen"
 
 
@@ -146,7 +146,7 @@ def test_every_switch_changes_the_run(tiny_run):
     for i, switch in enumerate([(), *SWITCHES]):
         _, out = train(tiny_run[0], *switch, "--tag", f"switch{i}")
         state = torch.load(out / "last.pt", weights_only=True)
-        digest = hash((state["head"].numpy().tobytes(), *(v.numpy().tobytes() for v in state["encoder"].values())))
+        digest = hash((state["head"].numpy().tobytes(), *(v.numpy().tobytes() for v in state["last_layer"].values())))
         if digest in seen:
             same.append((switch, seen[digest]))
         seen[digest] = switch
@@ -260,7 +260,7 @@ def test_a_killed_pre_training_goes_on_and_ends_the_same(tiny_run, tiny_encoder,
         ends.append(torch.load(tmp_path / name / "demo_g4_s0/pretrain.pt", weights_only=True))
         assert not (tmp_path / name / "demo_g4_s0/pretrain_part.pt").exists()
     assert ends[0]["log"] == ends[1]["log"]
-    assert all(torch.equal(ends[0]["encoder"][k], ends[1]["encoder"][k]) for k in ends[0]["encoder"])
+    assert all(torch.equal(ends[0]["last_layer"][k], ends[1]["last_layer"][k]) for k in ends[0]["last_layer"])
 
 
 def test_pretraining_switches(tiny_run, tiny_encoder, tmp_path):
