@@ -55,7 +55,7 @@ def relaxed_ot(log_p, lambda1=0.05, lambda2=2.0, *, row=None, prior=None, penalt
     """
     log_p, alpha, prior, g, reduce = _check(log_p, lambda1, lambda2, row, prior, penalty, init, reduce)
     tol = tol if tol is not None else 1e-9 if log_p.dtype == torch.float64 else 1e-6
-    chunk_rows = chunk_rows or max(1, 2**20 // log_p.shape[1])
+    chunk_rows = chunk_rows or max(1, 2**16 // log_p.shape[1])  # what a core's cache holds
     alpha, prior, start, spread = _survey(log_p, alpha, prior, penalty, lambda1, chunk_rows, reduce)
     rungs = max(0, math.ceil(math.log(spread / 50 / lambda1, 4))) if init is None and spread > 0 else 0
     g = start if init is None else g
@@ -153,19 +153,34 @@ class _SemiDual:
     """The concave dual in g: value, gradient and Hessian, summed over row chunks and over processes in float64.
 
     float64 whatever log_p's type: a line search on float32 values stagnates, and (log P + g) / lambda1 loses the digits
-    that a residual of 1e-6 needs. Only one chunk at a time is ever converted.
+    that a residual of 1e-6 needs. Only one chunk at a time is converted, unless all rows fit in KEEP bytes: then their
+    softmax at one g is kept, and a g nearby rescales its columns, which spares the exponentials.
     """
+
+    KEEP = 2**26
 
     def __init__(self, log_p, alpha, prior, lambda1, lambda2, penalty, chunk_rows, reduce):
         self.log_p, self.alpha, self.prior, self.penalty = log_p, alpha, prior, penalty
         self.lambda1, self.lambda2, self.chunk_rows, self.reduce = lambda1, lambda2, chunk_rows, reduce
+        self.kept, self.buffer = None, None  # (lambda1, g, chunks of its softmax), and where they lie
 
-    def chunks(self, g):
-        """For each chunk of rows: alpha (n, 1), softmax rows S (n, K) with Q = alpha S, log-sum-exp (n, 1), at potential g."""
-        for part, alpha in zip(self.log_p.split(self.chunk_rows), self.alpha.split(self.chunk_rows)):
-            s = torch.add(g / self.lambda1, part, alpha=1 / self.lambda1)  # float64, whatever log_p is, in one go
-            S = s.softmax(1)
-            yield alpha[:, None], S, s.amax(1, keepdim=True) - S.amax(1, keepdim=True).log()
+    def chunks(self, g, keep=False):
+        """For each chunk of rows: alpha (n,), softmax rows S (n, K) with Q = alpha S, log-sum-exp (n,), at potential g."""
+        if keep and self.buffer is None:
+            self.buffer = torch.empty(self.log_p.shape, dtype=torch.float64, device=g.device)
+        for i in range(0, len(self.log_p), self.chunk_rows):
+            rows = slice(i, i + self.chunk_rows)
+            s = torch.add(g / self.lambda1, self.log_p[rows], alpha=1 / self.lambda1)  # float64, whatever log_p is
+            S = torch.softmax(s, 1, out=self.buffer[rows] if keep else None)
+            yield self.alpha[rows], S, s.amax(1) - S.amax(1).log()
+
+    def near(self, g):
+        """(w, chunks): Q at g is alpha S w / (S w summed over columns), with w (K,) within exp(+-20), or ones."""
+        if 8 * self.log_p.numel() > self.KEEP:
+            return torch.ones_like(g), self.chunks(g)
+        if self.kept is None or self.kept[0] != self.lambda1 or (g - self.kept[1]).abs().max() > 20 * self.lambda1:
+            self.kept = self.lambda1, g, list(self.chunks(g, keep=True))
+        return ((g - self.kept[1]) / self.lambda1).exp(), self.kept[2]
 
     def beta(self, g):
         """beta (K,) that minimises lambda2 D(beta) + <g, beta> over the simplex, and that minimum: dD's fixed point."""
@@ -189,35 +204,41 @@ class _SemiDual:
         b = b / b.sum()
         return b, self.lambda2 * (self.prior * (self.prior / b).log()).sum() + g @ b
 
-    def column_sums(self, g):
-        """q = Q^T 1 (K,)."""
-        q = torch.zeros_like(g)
-        for alpha, S, _ in self.chunks(g):
-            q += alpha[:, 0] @ S
-        return self.reduce(q)
+    def value_and_sums(self, g):
+        """Value () of the dual at g, the column sums q = Q^T 1 (K,) and beta (K,): its gradient is beta - q."""
+        w, chunks = self.near(g)
+        sums = torch.zeros(2, len(g), dtype=torch.float64, device=g.device)
+        for alpha, S, lse in chunks:
+            total = S @ w
+            sums[0] += S.T @ (alpha / total)
+            sums[1, 0] += alpha @ (lse + total.log())
+        q, (value, *_) = self.reduce(sums)
+        beta, minimum = self.beta(g)
+        return minimum - self.lambda1 * value, q * w, beta
 
-    def derivatives(self, g):
-        """Value (), gradient (K,) and negative Hessian (K, K) of the dual at g."""
-        K = len(g)
-        sums = torch.zeros(K + 2, K, dtype=torch.float64, device=g.device)  # Q^T S, then Q^T 1, then the value
-        for alpha, S, lse in self.chunks(g):
-            sums[:K].addmm_((alpha * S).T, S)
-            sums[K] += alpha[:, 0] @ S
-            sums[K + 1, 0] += (alpha * lse).sum()
-        sums = self.reduce(sums)
-        q, (beta, minimum) = sums[K], self.beta(g)
-        curvature = (torch.diag(q) - sums[:K]) / self.lambda1
+    def curvature(self, g, beta):
+        """The negative Hessian (K, K) of the dual at g."""
+        w, chunks = self.near(g)
+        shared = torch.zeros(len(g), len(g), dtype=torch.float64, device=g.device)  # Q^T S
+        for alpha, S, _ in chunks:
+            S = S.float() * (alpha.sqrt() / (S @ w)).float()[:, None]
+            shared += S.T @ S
+        # diag(q) - Q^T S is the Laplacian of the weights off the diagonal of Q^T S, since the rows of S sum to 1. Written
+        # so, nothing cancels where rows are nearly one-hot, and float32 products give each entry to seven digits.
+        found = (self.reduce(shared) * torch.outer(w, w)).fill_diagonal_(0).neg_()
+        found.diagonal().sub_(found.sum(1))
+        found /= self.lambda1
         if self.penalty == "kl":
-            curvature += (torch.diag(beta) - torch.outer(beta, beta)) / self.lambda2
+            found += (torch.diag(beta) - torch.outer(beta, beta)) / self.lambda2
         elif self.penalty == "reverse_kl":
             b2 = beta * beta / self.prior
-            curvature += (torch.diag(b2) - torch.outer(b2, b2) / b2.sum()) / self.lambda2
-        return minimum - self.lambda1 * sums[K + 1, 0], beta - q, curvature
+            found += (torch.diag(b2) - torch.outer(b2, b2) / b2.sum()) / self.lambda2
+        return found
 
     def plan(self, g):
         plan = torch.empty_like(self.log_p, dtype=torch.promote_types(self.log_p.dtype, torch.float32))
         for i, (alpha, S, _) in enumerate(self.chunks(g)):
-            plan[i * self.chunk_rows:i * self.chunk_rows + len(S)] = alpha * S
+            torch.mul(alpha[:, None], S, out=plan[i * self.chunk_rows:i * self.chunk_rows + len(S)])
         return plan
 
 
@@ -226,15 +247,17 @@ def _newton(problem, g, tol, max_iter, rungs):
 
     A small lambda1 makes the dual nearly piecewise linear, and from afar a Newton step then says little. So the problem is
     solved at 4^rungs lambda1 first, loosely, and then at a quarter of it and so on, each time from where a straight line
-    through the last two solutions leads. Three sweeps come before all: they fill columns that start with next to no mass.
+    through the last two solutions leads. Far away, six sweeps come before all: they fill columns that start almost empty.
     """
     target, before, n_iter = problem.lambda1, None, 0
-    q, beta = problem.column_sums(g), problem.beta(g)[0]
     for rung in range(rungs, -1, -1):
         problem.lambda1 = target * 4.0 ** rung
         if rung == rungs:
-            for _ in range(3):
-                g, q, beta = _sweep(problem, g, q, beta)
+            for _ in range(6):
+                _, q, beta = problem.value_and_sums(g)
+                if (q - beta).abs().sum() < 0.1:
+                    break
+                g = _sweep(problem, g, q, beta)
         g, before = (g if before is None else g + (g - before) / 4), (None if rung == rungs else g)
         g, steps, residual = _newton_at(problem, g, tol if rung == 0 else 0.01, max_iter - n_iter)
         n_iter += steps
@@ -244,16 +267,19 @@ def _newton(problem, g, tol, max_iter, rungs):
 
 def _newton_at(problem, g, tol, max_iter):
     """At most max_iter Newton steps at one lambda1. Returns (g, steps, residual)."""
-    value, grad, curvature = problem.derivatives(g)
+    value, q, beta = problem.value_and_sums(g)
+    slack = 1e-12 * (float(value.abs()) + problem.lambda1) + 1e-14 * problem.lambda2  # the digits that the value has
     for n_iter in range(max_iter + 1):
+        grad = beta - q
         residual = float(grad.abs().sum())
         if residual <= tol or n_iter == max_iter:
             return g, n_iter, residual
         # The constant shift of g is the one flat direction; a rank-one term along it makes the system definite. The
         # small diagonal term is for columns that no row comes near, where the dual is flat to the last digit.
-        diagonal = curvature.diagonal()
-        system = curvature + diagonal.max() / len(g)
-        system.diagonal().add_(1e-13 * diagonal.max() + 1e-12 * residual)
+        system = problem.curvature(g, beta)
+        largest = system.diagonal().max()
+        system += largest / len(g)
+        system.diagonal().add_(1e-13 * largest + 1e-12 * residual)
         factor, failed = torch.linalg.cholesky_ex(system)
         if failed:  # flat to the last digit in more directions: step along the others
             values, vectors = torch.linalg.eigh(system)
@@ -262,40 +288,46 @@ def _newton_at(problem, g, tol, max_iter):
             step = torch.cholesky_solve(grad[:, None], factor)[:, 0]
         slope, t = grad @ step, 1.0
         while True:
-            trial = g + t * step
-            new = problem.derivatives(trial)
-            # Far away the value decides; close to the optimum its digits run out and the residual does.
-            if new[0] >= value + 1e-4 * t * slope or new[1].abs().sum() <= (1 - 0.1 * t) * residual:
+            trial = g + t * (step - step.mean())
+            new = problem.value_and_sums(trial)
+            # The value decides, but close to the optimum, where its digits run out, the residual does.
+            smaller = (new[2] - new[1]).abs().sum() <= (1 - 0.1 * t) * residual
+            if new[0] >= value + 1e-4 * t * slope or (smaller and new[0] >= value - slack):
                 break
             t /= 4
-            if t < 1e-9:
-                return g, n_iter, residual
-        g, (value, grad, curvature) = trial - trial.mean(), new
+            if t < 1e-9:  # the direction is worth nothing; a sweep still ascends
+                trial = _sweep(problem, g, q, beta)
+                new = problem.value_and_sums(trial)
+                break
+        g, (value, q, beta) = trial, new
 
 
 def _sweep(problem, g, q, beta):
-    """Scale the columns at g, whose plan has column sums q, towards beta. Returns the new g, q and beta(g).
+    """g after scaling the columns of its plan, with sums q, towards beta.
 
     A column that gains mass gets a larger g and by Eq. 21 a smaller beta, so an undamped update overshoots where lambda2 is
     small against lambda1. The damping is that of the linearised joint update of g_j and beta_j; it leaves the fixed point.
     """
     response = {"equality": 0.0, "kl": 1.0, "reverse_kl": beta / problem.prior}[problem.penalty] / problem.lambda2
     move = problem.lambda1 * (beta.clamp_min(1e-300).log() - q.clamp_min(1e-300).log())
-    g = g + move / (1 + problem.lambda1 * response)
-    return g, problem.column_sums(g), problem.beta(g)[0]
+    return g + move / (1 + problem.lambda1 * response)
 
 
 def _sinkhorn(problem, g, tol, max_iter, sweeps):
     """The paper's Algorithm 1: Sinkhorn with beta held for `sweeps` sweeps, then beta and h. Returns (g, sweeps, residual).
 
-    The plan at g has its rows scaled already (f), so that a sweep is a column scaling.
+    In the log domain throughout. The plan at g has its rows scaled already (f), so that a sweep is a column scaling.
     """
-    q, beta = problem.column_sums(g), problem.beta(g)[0]
+    def column_sums(g):
+        return problem.reduce(sum((S.T @ alpha for alpha, S, _ in problem.chunks(g)), torch.zeros_like(g)))
+
+    q, beta = column_sums(g), problem.beta(g)[0]
     n_iter, residual = 0, float((q - beta).abs().sum())
     while residual > tol and n_iter < max_iter:
         for _ in range(sweeps):
-            g, q, new_beta = _sweep(problem, g, q, beta)
+            g = _sweep(problem, g, q, beta)
+            q = column_sums(g)
             n_iter += 1
-        beta = new_beta
+        beta = problem.beta(g)[0]
         residual = float((q - beta).abs().sum())
     return g - g.mean(), n_iter, residual

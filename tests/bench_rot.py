@@ -34,8 +34,8 @@ class Args:
     parts: str = "steps,sinkhorn,pot,kmeans,scaling"  # which of them to run
     corpora: str = "clinc,banking,stackoverflow"  # whose log P
     seed: int = 1  # of the runs at gamma 10
-    data_dir: str = "data"
-    out_dir: str = "out"
+    data_dir: str = "data"  # where make_lt_data.py wrote
+    out_dir: str = "out"  # where train_imbanid.py wrote
     keep: bool = False  # write results/bench_rot.json and the picture
     child: str = ""  # N,K: one measurement of `scaling` in a process of its own
 
