@@ -41,7 +41,7 @@ class Packed:
     def pad(self, rows):
         """rows: int64 (B,). Returns values (B, L, ...) and mask bool (B, L), True on real tokens; L is their longest."""
         lengths = self.lengths[rows]
-        column = torch.arange(int(lengths.max()), device=lengths.device)
+        column = torch.arange(int(lengths.max()) if len(rows) else 0, device=lengths.device)
         mask = column < lengths[:, None]
         index = (self.offsets[rows, None] + column).clamp_max(len(self.values) - 1)
         return self.values[index], mask
@@ -174,9 +174,10 @@ class Encoder(nn.Module):
         heads, dropout = attention.num_attention_heads, attention.dropout.p if layer.training else 0.0
         with self.autocast():
             qkv = linear(x.to(self.dtype), torch.cat([m.weight for m in parts]), torch.cat([m.bias for m in parts]))
-            context = []
+            size = qkv.shape[1] // heads // 3
+            context = [qkv.new_empty(0, heads, size)]  # for a process that has no row in this batch
             for block, L in by_row(qkv, lengths):
-                q, k, v = block.view(-1, L, 3, heads, qkv.shape[1] // heads // 3).permute(2, 0, 3, 1, 4)
+                q, k, v = block.view(-1, L, 3, heads, size).permute(2, 0, 3, 1, 4)
                 context.append(scaled_dot_product_attention(q, k, v, dropout_p=dropout).transpose(1, 2).flatten(0, 1))
             context = torch.cat(context).flatten(1)
             if kept is not None:
@@ -220,6 +221,7 @@ class Encoder(nn.Module):
         """z (B, H) float32: the mean over all real tokens, [CLS] included (Sec. 3.3), of rows (B,) of Packed hidden."""
         parts, z = [], []
         for part, states, lengths, _ in self.last_layer_out(hidden, rows):
+            z.append(states[:0].float())
             z += [block.view(-1, L, self.hidden_size).float().mean(1) for block, L in by_row(states, lengths)]
             parts.append(part)
         return torch.cat(z)[torch.argsort(torch.cat(parts))]

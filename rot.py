@@ -192,7 +192,7 @@ class _SemiDual:
         # Appendix A: beta_j = lambda2 prior_j / (g_j - h), h the root of sum beta = 1. From the right end of its bracket
         # the sum is convex and increasing in h, so Newton's steps decrease to the root without ever passing it.
         c = self.lambda2 * self.prior
-        gap = (g - g.min()).double()  # g_j - h = gap_j + t, so that t > 0 keeps its digits
+        gap = g - g.min()  # g_j - h = gap_j + t, so that t > 0 keeps its digits
         t = c[gap.argmin()].clone()
         for _ in range(200):
             b = c / (gap + t)
@@ -212,9 +212,10 @@ class _SemiDual:
             total = S @ w
             sums[0] += S.T @ (alpha / total)
             sums[1, 0] += alpha @ (lse + total.log())
+        sums[0] *= w  # before the exchange: whether rows are kept, and so w, is each process's own affair
         q, (value, *_) = self.reduce(sums)
         beta, minimum = self.beta(g)
-        return minimum - self.lambda1 * value, q * w, beta
+        return minimum - self.lambda1 * value, q, beta
 
     def curvature(self, g, beta):
         """The negative Hessian (K, K) of the dual at g."""
@@ -225,7 +226,7 @@ class _SemiDual:
             shared += S.T @ S
         # diag(q) - Q^T S is the Laplacian of the weights off the diagonal of Q^T S, since the rows of S sum to 1. Written
         # so, nothing cancels where rows are nearly one-hot, and float32 products give each entry to seven digits.
-        found = (self.reduce(shared) * torch.outer(w, w)).fill_diagonal_(0).neg_()
+        found = self.reduce(shared * torch.outer(w, w)).fill_diagonal_(0).neg_()
         found.diagonal().sub_(found.sum(1))
         found /= self.lambda1
         if self.penalty == "kl":

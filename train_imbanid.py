@@ -109,8 +109,11 @@ def start_processes(device_name):
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ["LOCAL_WORLD_SIZE"])))
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    return dist.get_rank(), world, device
+    # torchrun --max_restarts keeps its store: without a prefix the new processes could read addresses of the dead ones.
+    store, rank, world = next(dist.rendezvous("env://"))
+    store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=world)
+    return rank, world, device
 
 
 def sum_over_ranks(x):

@@ -1,10 +1,13 @@
 """The parts of pretrain.py and train_imbanid.py, and the real scripts on a tiny corpus with a tiny encoder."""
 import json
 import math
+import os
+import random
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -167,50 +170,87 @@ def test_hidden_labels_change_no_byte_of_the_model(tiny_run, tmp_path):
         assert (first / name).read_bytes() == (second / name).read_bytes()
 
 
-def test_two_processes_give_what_one_gives(tiny_run):
-    """Under torchrun each process holds every second row; the first transport is that of one process."""
+@pytest.mark.parametrize("P", [2, 4])  # the tiny corpus has 174 rows: 4 does not divide it
+def test_several_processes_give_what_one_gives(tiny_run, P):
+    """Under torchrun each process holds every P-th row; the first transport is that of one process."""
     task = tiny_run[0]
-    one, first = train(task, "--tag", "one", "--epochs", 1)
-    script("train_imbanid.py", *task, *TINY_TRAIN, "--epochs", 1, "--tag", "two", nproc=2)
-    second = first.with_name("demo_g4_s0_two")
-    two = json.loads((second / "results.json").read_text())
-    assert two["processes"] == 2
+    one, first = train(task, "--tag", f"one{P}", "--epochs", 1)
+    script("train_imbanid.py", *task, *TINY_TRAIN, "--epochs", 1, "--tag", f"P{P}", nproc=P)
+    second = first.with_name(f"demo_g4_s0_P{P}")
+    several = json.loads((second / "results.json").read_text())
+    assert several["processes"] == P
     assert np.load(second / "pseudo_label.npy").shape == np.load(first / "pseudo_label.npy").shape
     a, b = (json.loads((p / "log.jsonl").read_text()) for p in (first, second))
     for key in ("clean", "beta_max", "beta_min"):
         assert a[key] == pytest.approx(b[key], rel=1e-3)
-    assert one["kmeans_raw"] == two["kmeans_raw"]
+    assert one["kmeans_raw"] == several["kmeans_raw"]
+    assert abs(one["test"]["ACC"] - several["test"]["ACC"]) < 15  # 80 test rows; each process draws its own batches
 
 
-GATHER = """
-import torch, torch.distributed as dist, sys
+SAME_BATCH = """
+import sys, torch, torch.distributed as dist
 sys.path.insert(0, {repo!r})
-from losses import class_wise_loss, instance_wise_loss
-from train_imbanid import gather, sum_over_ranks
-dist.init_process_group("gloo")
+import train_imbanid
+from encoder import Encoder
+from train_imbanid import Args, batch_loss, sum_over_ranks
+torch.set_num_threads(1)
+encoder = Encoder({encoder!r}, 32, torch.device("cpu"), torch.float32).eval()   # eval: dropout differs between processes
+texts = ["pay " + "my bill " * (i % 5) + str(i) for i in range(9)]
+tokens = encoder.tokenize(texts)
+view = encoder.trunk(encoder.replace_tokens(tokens, 0.5, torch.Generator().manual_seed(0)))
+hidden = encoder.trunk(tokens)
 torch.manual_seed(0)
-z = torch.nn.functional.normalize(torch.randn(7, 2, 5, dtype=torch.float64), dim=-1)
-label, q, clean = torch.arange(7) % 3, torch.rand(7, dtype=torch.float64), torch.tensor([1, 1, 0, 1, 1, 1, 1]).bool()
-whole = z.clone().requires_grad_()
-loss = class_wise_loss(whole, label, q, clean)[0].sum() + instance_wise_loss(whole).sum()
-loss.backward()
-own = slice(0, 5) if dist.get_rank() == 0 else slice(5, 7)   # an uneven split
-part = z[own].clone().requires_grad_()
-mine = class_wise_loss(part, label[own], q[own], clean[own], gather=gather)[0].sum()
-mine = mine + instance_wise_loss(part, gather=gather).sum()
-mine.backward()
-assert torch.allclose(sum_over_ranks(mine.detach().clone()), loss.detach(), atol=1e-10)
-assert torch.allclose(part.grad, whole.grad[own], atol=1e-10)
+head = torch.nn.Parameter(torch.randn(4, 32))
+label, confidence, clean = torch.arange(9) % 4, torch.rand(9), torch.rand(9) > 0.2
+parameters = [head, *encoder.last_layer.parameters()]
+
+def run(rows):
+    for p in parameters:
+        p.grad = None
+    loss, *_ = batch_loss(encoder, head, hidden, view, rows, label, confidence, clean, Args())
+    loss.backward()
+    grads = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters])
+    return sum_over_ranks(torch.cat([loss.detach()[None], grads]))
+
+sizes = (9, 5, 2, 1)   # also a last batch of one row, and fewer rows than processes
+whole = [run(torch.arange(n)) for n in sizes]
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+for n, expected in zip(sizes, whole):
+    found = run(torch.arange(n)[rank::world])
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max(), (n, found, expected)
 dist.destroy_process_group()
 print("same")
 """
 
 
-def test_gathered_losses_have_the_gradient_of_the_whole_batch(tmp_path):
-    (tmp_path / "check.py").write_text(GATHER.format(repo=str(REPO)))
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
-                           str(tmp_path / "check.py")], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and done.stdout.count("same") == 2, done.stderr
+@pytest.mark.parametrize("P", [2, 4])
+def test_a_batch_has_the_same_loss_and_gradient_on_any_number_of_processes(tiny_encoder, tmp_path, P):
+    (tmp_path / "check.py").write_text(SAME_BATCH.format(repo=str(REPO), encoder=str(tiny_encoder)))
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(P),
+                           str(tmp_path / "check.py")], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0 and done.stdout.count("same") == P, done.stderr
+
+
+def test_cached_uncached_and_mapped_features_agree(tiny_run):
+    task = tiny_run[0]
+    _, cached = train(task, "--tag", "cached")
+    _, mapped = train(task, "--tag", "mapped", "--cache_gb", 1e-6)
+    for name in ("test_pred.npy", "pseudo_label.npy", "test_feature.npy"):
+        assert (cached / name).read_bytes() == (mapped / name).read_bytes()
+    assert not [p for p in mapped.iterdir() if p.suffix not in (".npy", ".json", ".jsonl", ".pt")], "a scratch file stayed"
+    _, uncached = train(task, "--tag", "uncached", "--no_cache")
+    assert np.allclose(np.load(cached / "test_feature.npy"), np.load(uncached / "test_feature.npy"), atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["pretrain.py", "train_imbanid.py"])
+def test_a_loss_that_is_not_finite_says_where(tiny_run, tiny_encoder, tmp_path, name):
+    task, folder = tiny_run
+    flags = ("--tag", "nan") if name == "train_imbanid.py" else ("--encoder", tiny_encoder, "--out_dir", tmp_path)
+    settings = TINY_TRAIN if name == "train_imbanid.py" else TINY_PRETRAIN
+    done = script(name, *task, *settings, *flags, "--lr", 1e30, "--head_lr", 1e30, ok=False)
+    one_line_error(done, "not finite" if name == "train_imbanid.py" else "nan", "epoch 1", "step", "lr", "training rows [")
+    assert not (folder / "out/demo_g4_s0_nan/last.pt").exists() and not list(tmp_path.rglob("*.pt"))
 
 
 def test_skip_refuse_and_restart(tiny_run, capsys):
@@ -223,23 +263,71 @@ def test_skip_refuse_and_restart(tiny_run, capsys):
     assert train(task, "--tag", "again", "--omega", 0.3, "--restart")[0]["config"]["omega"] == 0.3
 
 
-def test_a_killed_run_goes_on_and_ends_the_same(tiny_run):
+def test_a_run_killed_at_five_random_moments_ends_the_same(tiny_run):
     task = tiny_run[0]
-    flags = ("--epochs", 40)
+    flags = ("--epochs", 60)
     _, unbroken = train(task, *flags, "--tag", "unbroken")
     broken = unbroken.with_name("demo_g4_s0_broken")
     command = [sys.executable, str(REPO / "train_imbanid.py"), *map(str, (*task, *TINY_TRAIN, *flags)), "--tag", "broken"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while not (broken / "last.pt").exists():
-        assert process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert not (broken / "results.json").exists()
+    moment, kills = random.Random(0), 0
+    for _ in range(5):
+        before = (broken / "last.pt").stat().st_mtime_ns if (broken / "last.pt").exists() else 0
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while process.poll() is None and not (  # until it has saved once more, so that five kills cannot all hit the imports
+                (broken / "last.pt").exists() and (broken / "last.pt").stat().st_mtime_ns > before):
+            time.sleep(0.001)
+        time.sleep(moment.random() * 0.2)
+        kills += process.poll() is None
+        process.kill()
+        process.wait()
+    assert kills >= 3 and not (broken / "results.json").exists(), "the run is too short for this test"
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert "resuming" in done.stdout, done.stderr
-    for name in ("test_pred.npy", "pseudo_label.npy", "test_feature.npy"):
+    for name in ("test_pred.npy", "pseudo_label.npy", "test_feature.npy", "confidence.npy"):
         assert (broken / name).read_bytes() == (unbroken / name).read_bytes(), name
+    ends = [json.loads((p / "results.json").read_text()) for p in (broken, unbroken)]
+    assert ends[0]["test"] == ends[1]["test"] and not list(broken.glob("*.part"))
+
+
+def test_ctrl_c_and_sigterm_say_how_to_go_on(tiny_run):
+    task = tiny_run[0]
+    for tag, sent in (("term", signal.SIGTERM), ("int", signal.SIGINT)):
+        flags = map(str, (*task, *TINY_TRAIN, "--epochs", 3000, "--tag", tag))
+        command = [sys.executable, str(REPO / "train_imbanid.py"), *flags]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        while not (tiny_run[1] / f"out/demo_g4_s0_{tag}/last.pt").exists():
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(sent)
+        said = process.communicate(timeout=60)[1].splitlines()
+        assert process.returncode == 2 and len(said) == 1 and "the same command goes on" in said[0], said
+
+
+def children(pid):
+    """Process ids of the python processes that process pid started."""
+    return [int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit() and
+            (p / "stat").exists() and (p / "stat").read_text().rsplit(")", 1)[1].split()[1] == str(pid)]
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_killed_rank_ends_the_job_or_restarts_it(tiny_run, restarts):
+    task, folder = tiny_run
+    out = folder / f"out/demo_g4_s0_rank{restarts}"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--max_restarts",
+               str(restarts), str(REPO / "train_imbanid.py"), *map(str, (*task, *TINY_TRAIN, "--epochs", 60)), "--tag",
+               f"rank{restarts}"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not (out / "last.pt").exists():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    os.kill(max(children(process.pid)), signal.SIGKILL)
+    said, errors = process.communicate(timeout=120)
+    if restarts:
+        assert process.returncode == 0 and "resuming" in said and (out / "results.json").exists(), errors
+    else:
+        assert process.returncode != 0 and "goes on from the last finished epoch" in errors or "SIGKILL" in errors, errors
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0 and "resuming" in done.stdout, done.stderr
 
 
 def test_a_killed_pre_training_goes_on_and_ends_the_same(tiny_run, tiny_encoder, tmp_path):
