@@ -5,7 +5,7 @@ Writes  nothing but the screen; `keep` writes the small copies in results/ that 
 
     python figures.py mean out/clinc_g10_s0 out/clinc_g10_s1 out/clinc_g10_s2      mean and standard deviation over seeds
     python figures.py keep out/clinc_g10_s0 out/clinc_g10_s1                       copy results.json to results/<run>.json
-    python figures.py table                                                        README's results table, in Markdown
+    python figures.py table                                                        README's tables, in Markdown
 """
 import json
 from pathlib import Path
@@ -59,7 +59,7 @@ def print_mean(folders):
 def results_table(folder="results"):
     """README's table in Markdown: our mean over seeds beside the paper's, built from results/*.json."""
     groups = {}
-    for path in sorted(Path(folder).glob("*.json")):
+    for path in sorted(Path(folder).glob("*_g*_s*.json")):
         run = read_results(path)
         if run["method"] == "imbanid" and not run["tag"]:
             groups.setdefault((run["dataset"], run["gamma"], run["encoder"]), []).append(run)
@@ -78,6 +78,49 @@ def results_table(folder="results"):
     return "\n".join(lines)
 
 
+def markdown(columns, rows):
+    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in (columns, ["---"] * len(columns), *rows))
+
+
+def transport_tables(folder="results"):
+    """README's tables on rot.py, built from results/bench_rot.json (tests/bench_rot.py --keep)."""
+    found = read_results(Path(folder) / "bench_rot.json")
+    names = {dataset: CORPORA[dataset][0] for dataset in found["steps"]}
+
+    def span(values):
+        return f"{min(values):.0f} to {max(values):.0f}" if len(set(values)) > 1 else f"{values[0]:.0f}"
+
+    def ratios(part, dataset, *words):
+        return [row["ratio"] for key, row in found[part].items()
+                if key.startswith(f"{dataset},") and all(word in key for word in words) and row["ratio"]]
+
+    rows = []
+    for dataset, steps in found["steps"].items():
+        kl = [ratios("pot", dataset, "kl", f"lambda2 {weight},", "unbalanced sinkhorn")[0] for weight in ("0.1", "1", "2", "7")]
+        seconds = found["kmeans"][dataset]
+        rows.append([names[dataset], span(steps["cold"]), span(steps["corner"]), span(steps["in training"][1:]),
+                     f"{1000 * seconds['transport_s']:.0f} / {1000 * seconds['kmeans_s']:.0f}",
+                     span(ratios("sinkhorn", dataset)), span(ratios("pot", dataset, "equality")),
+                     ", ".join(f"{value:.2g}" for value in kl)])
+    first = markdown(["log P of", "steps, cold", "steps, corners", "steps, next epochs", "ms: transport / k-means",
+                      "Sinkhorn / Newton (lambda2 2, 7)", "POT / Newton, equality", "POT / Newton, kl (lambda2 .1, 1, 2, 7)"],
+                     rows)
+    second = markdown(["N", "K", "seconds", "steps", "MB above the input"], [
+        [f"{r['N']:,}", f"{r['K']:,}", f"{r['seconds']:.3g}", r["steps"], f"{r['above_input_mb']:.0f}"]
+        for r in found["scaling"]])
+    return f"{first}\n\n{second}"
+
+
+def speed_table(folder="results"):
+    """README's table on the speed of training, built from results/bench_train.json (tests/bench_train.py --keep)."""
+    found = read_results(Path(folder) / "bench_train.json")
+    rows = [[title, f"{found[side]['total']:.0f}",
+             *(f"{found[side][stage]['seconds']:.0f} s, {found[side][stage]['rows_per_second']:.0f} rows/s, "
+               f"{found[side][stage]['peak_memory_mb'] / 1000:.1f} GB" for stage in ("pretrain", "train"))]
+            for title, side in (("default", "fast"), ("--no_cache --dtype float32", "slow"))]
+    return markdown(["clinc, gamma 10, minilm", "seconds, both stages", "pretrain.py", "train_imbanid.py"], rows)
+
+
 def main(words):
     command, paths = (words or [""])[0], words[1:]
     if command not in ("mean", "keep", "table") or (command != "table" and not paths):
@@ -89,7 +132,7 @@ def main(words):
         for path in paths:
             write_atomic(Path("results") / f"{Path(path).name}.json", json.dumps(read_results(path), indent=1) + "\n")
     else:
-        print(results_table())
+        print(results_table(), transport_tables(), speed_table(), sep="\n\n")
 
 
 if __name__ == "__main__":

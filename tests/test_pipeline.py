@@ -8,7 +8,7 @@ import sys
 import pytest
 from conftest import REPO, script
 
-from figures import results_table
+from figures import results_table, speed_table, transport_tables
 
 
 def run_all(*words, **env):
@@ -56,10 +56,11 @@ def test_mean_and_keep(real_minilm_run, tmp_path):
     assert script("figures.py", "draw", ok=False).returncode == 2
 
 
-def test_readme_table_is_the_one_built_from_results():
-    table = results_table(REPO / "results")
-    assert len(table.splitlines()) > 2
-    assert table in (REPO / "README.md").read_text(), "README's table is stale: python figures.py table"
+@pytest.mark.parametrize("build", [results_table, transport_tables, speed_table])
+def test_readme_tables_are_the_ones_built_from_results(build):
+    readme = (REPO / "README.md").read_text()
+    for table in build(REPO / "results").split("\n\n"):
+        assert len(table.splitlines()) > 2 and table in readme, "README's tables are stale: python figures.py table"
 
 
 def test_readme_names_every_flag_it_shows():
