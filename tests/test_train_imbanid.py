@@ -4,6 +4,7 @@ import math
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -185,6 +186,21 @@ def test_several_processes_give_what_one_gives(tiny_run, P):
         assert a[key] == pytest.approx(b[key], rel=1e-3)
     assert one["kmeans_raw"] == several["kmeans_raw"]
     assert abs(one["test"]["ACC"] - several["test"]["ACC"]) < 15  # 80 test rows; each process draws its own batches
+
+
+def test_two_nodes(tiny_run):
+    """README's --nnodes command with both nodes on this machine and out/ shared, as it asks."""
+    task, folder = tiny_run
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1",
+               "--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}", str(REPO / "train_imbanid.py"), *map(str, (*task, *TINY_TRAIN)),
+               "--epochs", "1", "--tag", "nodes"]
+    nodes = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [node.communicate(timeout=180) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], said
+    assert json.loads((folder / "out/demo_g4_s0_nodes/results.json").read_text())["processes"] == 2
 
 
 SAME_BATCH = """
