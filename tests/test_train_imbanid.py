@@ -195,8 +195,8 @@ def test_two_nodes(tiny_run):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1",
-               "--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}", str(REPO / "train_imbanid.py"), *map(str, (*task, *TINY_TRAIN)),
-               "--epochs", "1", "--tag", "nodes"]
+               "--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}", str(REPO / "train_imbanid.py"),
+               *map(str, (*task, *TINY_TRAIN)), "--epochs", "1", "--tag", "nodes"]
     nodes = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     said = [node.communicate(timeout=180) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], said
