@@ -344,9 +344,11 @@ def main(args):
         if world == 1 or not any(word in str(err) for word in ("onnection", "NCCL", "peer", "imed out")):
             raise
         raise UserError("another process died: the same command goes on from the last finished epoch") from None
-    finally:
-        if world > 1:
-            dist.destroy_process_group()
+    if world > 1:
+        dist.barrier()  # process 0 is still evaluating: a process that left would look like a failure to torchrun
+        dist.destroy_process_group()
+        sys.stdout.flush()
+        os._exit(0)  # gloo's threads now and then abort a process that tears itself down
 
 
 def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, device):
