@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from sklearn.cluster import KMeans
 from torch import nn
-from torch.nn.functional import cross_entropy, normalize
+from torch.nn.functional import cross_entropy, normalize, softplus
 from tqdm import tqdm
 
 from encoder import Encoder, pick_dtype
@@ -37,7 +37,7 @@ class Args:
     data_dir: str = "data"  # where make_lt_data.py wrote
     out_dir: str = "out"  # where out/<run>/ is written
     encoder: str = "bert-base-uncased"  # the paper's (Sec. 4.1), minilm, a local folder, or a hub name
-    epochs: int = 20  # at most; the paper does not say
+    epochs: int = 30  # at most; the paper does not say
     patience: int = 20  # epochs without a better dev result after which it stops (Appendix D)
     select: str = "loss"  # what is best on dev: loss (cross-entropy), or accuracy as in the paper; see README
     lr: float = 5e-5  # AdamW (Appendix D)
@@ -45,7 +45,7 @@ class Args:
     batch_size: int = 512  # rows of the masked-language-modelling batch (Appendix D)
     labeled_batch_size: int = 128  # labelled rows beside them; the paper does not say
     temperature: float = 0.1  # of the cosine classifier, log P = softmax(z . w / temperature); not in the paper
-    mask_epochs: int = 3  # epochs that share one random masking of the corpus, since the trunk has to run for each
+    mask_epochs: int = 5  # epochs that share one random masking of the corpus, since the trunk has to run for each
     no_mlm: bool = False  # leave the masked language modelling out
     max_length: int = 128  # tokens a text is cut at
     no_cache: bool = False  # run the frozen trunk for every batch anew: slow, to compare with
@@ -159,58 +159,79 @@ def semi_supervised_kmeans(x, label, K, num_known, seed, n_init=10):
     return best[1]
 
 
-def mixture_step(x, held, label, centre, log_share, kappa, label_weight):
-    """One EM step of a von Mises-Fisher mixture of one concentration, labelled rows held in their classes.
+def mixture_score(x, total, log_share, kappa):
+    """log share_k + kappa cos(x_i, total_k): (N, K). x: (N, H) unit rows. total: (K, H) of any length. log_share: (K,)."""
+    return (x @ (kappa * normalize(total, dim=1)).to(x.dtype).T).float().add_(log_share)
 
-    x: (N, H) unit rows. centre: (K, H) unit rows. log_share: (K,). A labelled row counts label_weight times in its centre.
-    Returns the new centre and log_share, and the old ones' log-likelihood of each row (N,), up to a constant.
+
+def mixture_step(x, held, label, total, log_share, kappa, label_weight):
+    """One EM step of a von Mises-Fisher mixture of one concentration, labelled rows `held` in their classes.
+
+    x: (N, H) unit rows. total: (K, H) weighted sum of each class's rows, its direction the centre. log_share: (K,).
+    Returns the new total and log_share, and of the old ones each row's log-likelihood (N,), up to a constant, and the
+    objective: the log-likelihood of the unlabelled rows plus label_weight times log p(class | row) of the labelled ones,
+    each of them judged by centres that it had no part in.
     """
-    score = (x @ (kappa * centre).T).float().add_(log_share)
+    score = mixture_score(x, total, log_share, kappa)
     share = score.softmax(1)
     likelihood = score.amax(1) - share.amax(1).log()
+    y, w = label[held], label_weight
+    dot = (x[held] * total[y]).sum(1)
+    rest = (total[y].square().sum(1) - 2 * w * dot + w * w).clamp_min(0).sqrt()  # length of the class's sum without the row
+    own = kappa * torch.where(rest > 0.01 * w, (dot - w) / rest, 0) + log_share[y]
+    without = own - score[held].scatter(1, y[:, None], own[:, None]).logsumexp(1)
+    objective = likelihood.sum() - likelihood[held].sum() + w * without.sum()
     share[held] = 0
-    share[held, label[held]] = 1
+    share[held, y] = 1
     log_share = ((share.sum(0) + 1e-3) / len(x)).log()
-    share[held] *= label_weight
-    return normalize((share.to(x.dtype).T @ x).float(), dim=1), log_share, likelihood
+    share[held] *= w
+    return (share.to(x.dtype).T @ x).float(), log_share, likelihood, objective
 
 
 def seed_centres(x, label, K, num_known, kappa, label_weight, swaps, seed):
     """Unit centres (K, H) to start the cluster head from: known classes from their labelled rows, novel ones discovered.
 
-    A mixture with learned class shares, so that a large class is not split to even out sizes. EM alone keeps the novel
-    centres near where they start, so `swaps` times one of them is moved to a row that the mixture explains badly, and the
-    move is kept if the likelihood of the unlabelled rows rises within three EM steps. Each labelled row stands for
-    label_weight rows of its class, which keeps a known centre from drifting to a larger neighbour.
+    A mixture with learned class shares, so that a large class is not split to even out sizes. Each labelled row stands for
+    label_weight rows of its class, which keeps a known centre from drifting to a larger neighbour. EM alone keeps the novel
+    centres near where they start, so `swaps` times one is moved: of four drawn the one that the rows would miss least, and
+    of 16 rows that are explained badly to the one where it helps most. The move stays if mixture_step's objective rises
+    within three steps. Its labelled part is what tells a new intent from half of a known one: a novel centre that takes
+    over a known class makes that class's own labelled rows, each left out in turn, look like strangers.
     """
     generator = torch.Generator().manual_seed(seed)
     held, free = torch.where(label >= 0)[0], torch.where(label < 0)[0]
     fast = x.bfloat16() if pick_dtype("auto", x.device) == torch.bfloat16 else x  # good enough to compare moves
-    centre = class_means(x, label, num_known)
-    nearest = (x[free] @ centre.T).amax(1) if num_known else torch.zeros(len(free), device=x.device)
-    for _ in range(K - num_known):  # k-means++: a row far from every centre so far
-        i = free[torch.multinomial((1 - nearest).clamp_min(1e-6).cpu(), 1, generator=generator).to(free.device)]
-        centre = torch.cat([centre, x[i]])
-        nearest = torch.maximum(nearest, x[free] @ x[i[0]])
 
-    def settle(x, centre, log_share, steps):
+    def draw(weight, n):
+        return free[torch.multinomial(weight.clamp_min(1e-6).cpu(), n, generator=generator).to(free.device)]
+
+    total = torch.zeros(K, x.shape[1], device=x.device).index_add_(0, label[held], label_weight * x[held])
+    nearest = (x[free] @ normalize(total[:num_known], dim=1).T).amax(1) if num_known else torch.zeros(len(free), device=x.device)
+    for j in range(num_known, K):  # k-means++: a row far from every centre so far
+        total[j] = x[draw(1 - nearest, 1)]
+        nearest = torch.maximum(nearest, x[free] @ total[j])
+
+    def settle(x, total, log_share, steps):
         for _ in range(steps):
-            centre, log_share, likelihood = mixture_step(x, held, label, centre.to(x.dtype), log_share, kappa,
-                                                         label_weight)
-        return centre, log_share, likelihood[free]
+            total, log_share, likelihood, objective = mixture_step(x, held, label, total, log_share, kappa, label_weight)
+        return total, log_share, likelihood[free], objective
 
-    uniform = -math.log(K)
-    now = settle(fast, centre, torch.full((K,), uniform, device=x.device), 20)
+    uniform, missed = -math.log(K), None
+    now = settle(fast, total, torch.full((K,), uniform, device=x.device), 20)
     for _ in tqdm(range(swaps if K > num_known else 0), desc="seeding", disable=not sys.stderr.isatty(), leave=False):
-        j = num_known + int(torch.randint(K - num_known, (1,), generator=generator))
-        badly = (now[2].max() - now[2]).cpu() + 1e-6
-        i = free[torch.multinomial(badly, 1, generator=generator).to(free.device)]
-        centre, log_share = now[0].clone(), now[1].clone()
-        centre[j], log_share[j] = x[i], uniform
-        moved = settle(fast, centre, log_share, 3)
-        if moved[2].mean() > now[2].mean():
-            now = moved
-    return settle(x, now[0], now[1], 30)[0]
+        if missed is None:  # what the log-likelihood loses without each centre
+            share = mixture_score(fast, now[0], now[1], kappa).softmax(1)
+            missed = -torch.log1p(-share.clamp_max(1 - 1e-6)).sum(0)
+        few = num_known + torch.randint(K - num_known, (4,), generator=generator).to(x.device)
+        j = few[missed[few].argmin()]
+        rows = draw(now[2].max() - now[2], min(16, len(free)))
+        gain = softplus(kappa * (fast[free] @ fast[rows].T).float() + uniform - now[2][:, None]).sum(0)
+        total, log_share = now[0].clone(), now[1].clone()
+        total[j], log_share[j] = x[rows[gain.argmax()]], uniform
+        moved = settle(fast, total, log_share, 3)
+        if moved[3] > now[3]:
+            now, missed = moved, None
+    return normalize(settle(x, now[0], now[1], 30)[0], dim=1)
 
 
 def kmeans_rows(raw, pretrained, label, K, num_known, seed):

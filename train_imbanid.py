@@ -86,9 +86,9 @@ class Args:
     lr: float = 5e-5  # AdamW, last layer
     head_lr: float = 5e-4  # AdamW, cluster head
     batch_size: int = 512  # rows, over all processes (Sec. 4.1)
-    kappa: float = 20.0  # concentration of the mixture that seeds the head's novel rows; not in the paper
+    kappa: float = 30.0  # concentration of the mixture that seeds the head's novel rows; not in the paper
     label_weight: float = 0.0  # rows a labelled row counts for in that mixture; 0: 1 / labeled_ratio
-    swaps: int = 1000  # relocations of a novel centre that the seeding tries
+    swaps: int = 300  # relocations of a novel centre that the seeding tries
     no_cache: bool = False  # run the frozen trunk for every batch anew: slow, to compare with
     cache_gb: float = 8.0  # hidden states larger than this lie in a memory-mapped file in out/<run>/ while it runs
     device: str = "auto"  # cpu, cuda, or auto: cuda where there is one

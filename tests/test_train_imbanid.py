@@ -19,7 +19,7 @@ import pretrain
 import train_imbanid
 from encoder import Encoder
 from make_lt_data import UserError, parse_args
-from pretrain import class_means, estimate_num_classes, seed_centres, semi_supervised_kmeans
+from pretrain import class_means, estimate_num_classes, mixture_score, mixture_step, seed_centres, semi_supervised_kmeans
 
 
 def train(task, *flags):
@@ -100,6 +100,27 @@ def test_clusterers_find_long_tailed_blobs_and_keep_known_classes_in_place(metho
     for k in range(5):
         assert len(found[truth == k].unique()) == 1, "a class was split"
     assert len(found.unique()) == 5 and (found[truth == 0] == 0).all() and (found[truth == 1] == 1).all()
+
+
+def test_labelled_rows_are_judged_by_centres_without_them():
+    """mixture_step's objective against one that really takes each labelled row out of its class's sum."""
+    x, label, _ = blobs([30, 20, 10])
+    label[1:3] = -1  # class 0 keeps one row and nothing else: with that left out it has no centre at all
+    held, w = torch.where(label >= 0)[0], 3.0
+    total = torch.zeros(3, x.shape[1]).index_add_(0, label[held], w * x[held])
+    total[1] += x[35:45].sum(0)
+    total[2] += x[50:].sum(0)
+    log_share = torch.tensor([0.5, 0.3, 0.2]).log()
+    *_, likelihood, objective = mixture_step(x, held, label, total, log_share, 20.0, w)
+    expected = mixture_score(x, total, log_share, 20.0).logsumexp(1)
+    assert torch.allclose(likelihood, expected, atol=1e-4)
+    expected = float(expected.sum() - expected[held].sum())
+    for i in held.tolist():
+        without = total.clone()
+        without[label[i]] -= w * x[i]
+        without[label[i]] *= without[label[i]].norm() > 1e-3
+        expected += w * float(mixture_score(x[i:i + 1], without, log_share, 20.0).log_softmax(1)[0, label[i]])
+    assert float(objective) == pytest.approx(expected, abs=1e-2)
 
 
 def test_class_means_of_an_empty_class_are_zero():
