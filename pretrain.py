@@ -206,7 +206,8 @@ def seed_centres(x, label, K, num_known, kappa, label_weight, swaps, seed):
         return free[torch.multinomial(weight.clamp_min(1e-6).cpu(), n, generator=generator).to(free.device)]
 
     total = torch.zeros(K, x.shape[1], device=x.device).index_add_(0, label[held], label_weight * x[held])
-    nearest = (x[free] @ normalize(total[:num_known], dim=1).T).amax(1) if num_known else torch.zeros(len(free), device=x.device)
+    similarity = x[free] @ normalize(total[:num_known], dim=1).T
+    nearest = similarity.amax(1) if num_known else x.new_zeros(len(free))
     for j in range(num_known, K):  # k-means++: a row far from every centre so far
         total[j] = x[draw(1 - nearest, 1)]
         nearest = torch.maximum(nearest, x[free] @ total[j])
