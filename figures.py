@@ -8,9 +8,11 @@ Writes  nothing but the screen; `keep` writes the small copies in results/ that 
     python figures.py table                                                        README's tables, in Markdown
 """
 import json
+import math
 from pathlib import Path
 
 import numpy as np
+from scipy.stats import ttest_rel
 
 from make_lt_data import CORPORA, UserError, run_script, write_atomic
 
@@ -21,6 +23,19 @@ PAPER = {("clinc", 1): (97.26, 91.78, 95.64), ("clinc", 3): (95.60, 85.36, 90.44
          ("banking", 5): (83.60, 61.18, 72.89), ("banking", 10): (81.08, 55.80, 66.59),
          ("stackoverflow", 1): (83.52, 77.06, 88.30), ("stackoverflow", 3): (82.12, 75.09, 87.40),
          ("stackoverflow", 5): (81.42, 73.09, 86.50), ("stackoverflow", 10): (79.78, 71.15, 82.60)}
+GROUPS = ("head", "medium", "tail")
+# The paper's Table 3, gamma 10: {tag: (title, head medium tail of CLINC, of BANKING, of StackOverflow)}.
+ABLATIONS = {
+    "": ("ImbaNID", (82.52, 90.67, 71.26, 68.26, 66.05, 65.87, 90.67, 87.25, 81.67)),
+    "cot": ("w/ COT", (72.74, 87.44, 58.67, 62.72, 63.11, 48.70, 86.63, 85.75, 79.67)),
+    "eot": ("w/ EOT", (81.41, 83.00, 65.33, 66.59, 65.40, 57.61, 90.00, 86.11, 81.60)),
+    "mot": ("w/ MOT", (69.33, 57.67, 30.52, 62.07, 57.34, 26.20, 88.97, 66.00, 64.33)),
+    "no_dr": ("w/o DR", (80.74, 88.57, 71.21, 67.17, 65.08, 49.67, 88.33, 86.75, 81.33)),
+    "no_qr": ("w/o QR", (82.50, 88.94, 70.52, 63.91, 65.42, 59.02, 87.67, 86.00, 81.57)),
+    "no_dr_qr": ("w/o DR and QR", (81.19, 87.19, 71.05, 67.50, 64.88, 50.00, 88.33, 86.51, 80.33)),
+    "no_adaptive_weight": ("w/o adaptive weight", (82.37, 90.22, 71.11, 68.18, 65.81, 64.57, 90.30, 87.00, 79.67)),
+    "no_cwcl": ("w/o CWCL", (81.93, 90.11, 70.81, 67.83, 66.03, 58.70, 90.33, 85.22, 78.00)),
+    "no_iwcl": ("w/o IWCL", (81.78, 86.44, 71.23, 65.54, 64.22, 65.20, 90.51, 76.75, 80.33))}
 ROWS = (("ImbaNID", "test"), ("ImbaNID, protocol T", "test_kmeans"), ("k-means, raw features", "kmeans_raw"),
         ("semi-supervised k-means, raw", "ss_kmeans_raw"), ("k-means, pre-trained features", "kmeans_pretrained"))
 COLUMNS = ("ACC", "NMI", "ARI", "known", "novel", "head", "medium", "tail")
@@ -78,6 +93,33 @@ def results_table(folder="results"):
     return "\n".join(lines)
 
 
+def ablation_table(folder="results"):
+    """README's ablation table: ours (the paper's) for head, medium and tail at gamma 10, and ACC with a paired t-test."""
+    runs = {}
+    for path in sorted(Path(folder).glob("*_g10_s*.json")):
+        run = read_results(path)
+        if run["method"] == "imbanid" and run["config"]["known_ratio"] == 0.75:
+            runs[run["dataset"], run["tag"], run["seed"]] = run["test"]
+    corpora = [dataset for dataset in CORPORA if any(key[0] == dataset and key[1] for key in runs)]
+    rows = []
+    for tag, (title, paper) in ABLATIONS.items():
+        cells = [title]
+        for dataset in corpora:
+            seeds = [seed for name, of, seed in sorted(runs) if (name, of) == (dataset, tag)]
+            if not seeds:
+                cells += ["not run"] * 4
+                continue
+            theirs = paper[3 * list(CORPORA).index(dataset):]
+            for group, value in zip(GROUPS, theirs):
+                cells.append(f"{np.mean([runs[dataset, tag, seed][group] for seed in seeds]):.2f} ({value:.2f})")
+            ours, full = (np.array([runs[dataset, which, seed]["ACC"] for seed in seeds]) for which in (tag, ""))
+            p = ttest_rel(ours, full).pvalue if len(seeds) > 1 and (ours != full).any() else math.nan
+            cells.append(f"{ours.mean():.2f}" + (f", {(ours - full).mean():+.2f} (p {p:.2f})" if p == p else ""))
+        rows.append(cells)
+    heads = [f"{CORPORA[dataset][0]} {group}" for dataset in corpora for group in (*GROUPS, "ACC")]
+    return markdown(["", *heads], rows)
+
+
 def markdown(columns, rows):
     return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in (columns, ["---"] * len(columns), *rows))
 
@@ -132,7 +174,7 @@ def main(words):
         for path in paths:
             write_atomic(Path("results") / f"{Path(path).name}.json", json.dumps(read_results(path), indent=1) + "\n")
     else:
-        print(results_table(), transport_tables(), speed_table(), sep="\n\n")
+        print(results_table(), ablation_table(), transport_tables(), speed_table(), sep="\n\n")
 
 
 if __name__ == "__main__":
