@@ -23,7 +23,6 @@ PAPER = {("clinc", 1): (97.26, 91.78, 95.64), ("clinc", 3): (95.60, 85.36, 90.44
          ("banking", 5): (83.60, 61.18, 72.89), ("banking", 10): (81.08, 55.80, 66.59),
          ("stackoverflow", 1): (83.52, 77.06, 88.30), ("stackoverflow", 3): (82.12, 75.09, 87.40),
          ("stackoverflow", 5): (81.42, 73.09, 86.50), ("stackoverflow", 10): (79.78, 71.15, 82.60)}
-GROUPS = ("head", "medium", "tail")
 # The paper's Table 3, gamma 10: {tag: (title, head medium tail of CLINC, of BANKING, of StackOverflow)}.
 ABLATIONS = {
     "": ("ImbaNID", (82.52, 90.67, 71.26, 68.26, 66.05, 65.87, 90.67, 87.25, 81.67)),
@@ -39,6 +38,7 @@ ABLATIONS = {
 ROWS = (("ImbaNID", "test"), ("ImbaNID, protocol T", "test_kmeans"), ("k-means, raw features", "kmeans_raw"),
         ("semi-supervised k-means, raw", "ss_kmeans_raw"), ("k-means, pre-trained features", "kmeans_pretrained"))
 COLUMNS = ("ACC", "NMI", "ARI", "known", "novel", "head", "medium", "tail")
+GROUPS = COLUMNS[-3:]
 
 
 def read_results(path):
@@ -71,6 +71,10 @@ def print_mean(folders):
     print(f"{minutes.mean():.1f} minutes a run, peak memory {max(run['peak_memory_mb'] for run in runs):.0f} MB")
 
 
+def markdown(columns, rows):
+    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in (columns, ["---"] * len(columns), *rows))
+
+
 def results_table(folder="results"):
     """README's table in Markdown: our mean over seeds beside the paper's, built from results/*.json."""
     groups = {}
@@ -78,8 +82,9 @@ def results_table(folder="results"):
         run = read_results(path)
         if run["method"] == "imbanid" and not run["tag"]:
             groups.setdefault((run["dataset"], run["gamma"], run["encoder"]), []).append(run)
-    lines = ["| corpus | gamma | encoder | seeds | ACC | NMI | ARI | known | novel | semi-sup. k-means, ACC | k-means, ACC | "
-             "paper ACC / NMI / ARI (BERT) |", "|---|---|---|---|---|---|---|---|---|---|---|---|"]
+    columns = ("corpus", "gamma", "encoder", "seeds", "ACC", "NMI", "ARI", "known", "novel", "semi-sup. k-means, ACC",
+               "k-means, ACC", "paper ACC / NMI / ARI (BERT)")
+    rows = []
     for key in sorted(groups, key=lambda key: (list(CORPORA).index(key[0]), key[1:])):
         (dataset, gamma, encoder), runs = key, groups[key]
         ours = spread(runs, "test")
@@ -89,8 +94,8 @@ def results_table(folder="results"):
                   for mean, sd in (ours[c] for c in ("ACC", "NMI", "ARI", "known", "novel"))]
         cells += [f"{spread(runs, row)['ACC'][0]:.2f}" for row in ("ss_kmeans_raw", "kmeans_raw")]
         cells.append(f"{acc:.2f} / {nmi:.2f} / {ari:.2f}" if acc else "")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        rows.append(cells)
+    return markdown(columns, rows)
 
 
 def ablation_table(folder="results"):
@@ -123,10 +128,6 @@ def ablation_table(folder="results"):
         rows.append(cells)
     heads = [f"{CORPORA[dataset][0]} {group}" for dataset in corpora for group in (*GROUPS, "ACC")]
     return markdown(["", *heads], rows)
-
-
-def markdown(columns, rows):
-    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in (columns, ["---"] * len(columns), *rows))
 
 
 def transport_tables(folder="results"):

@@ -217,7 +217,7 @@ def seed_centres(x, label, K, num_known, kappa, label_weight, swaps, seed):
             total, log_share, likelihood, objective = mixture_step(x, held, label, total, log_share, kappa, label_weight)
         return total, log_share, likelihood[free], objective
 
-    uniform, missed = -math.log(K), None
+    uniform, missed, unlabelled = -math.log(K), None, fast[free]
     now = settle(fast, total, torch.full((K,), uniform, device=x.device), 20)
     for _ in tqdm(range(swaps if K > num_known else 0), desc="seeding", disable=not sys.stderr.isatty(), leave=False):
         if missed is None:  # what the log-likelihood loses without each centre
@@ -226,7 +226,7 @@ def seed_centres(x, label, K, num_known, kappa, label_weight, swaps, seed):
         few = num_known + torch.randint(K - num_known, (4,), generator=generator).to(x.device)
         j = few[missed[few].argmin()]
         rows = draw(now[2].max() - now[2], min(16, len(free)))
-        gain = softplus(kappa * (fast[free] @ fast[rows].T).float() + uniform - now[2][:, None]).sum(0)
+        gain = softplus(kappa * (unlabelled @ fast[rows].T).float() + uniform - now[2][:, None]).sum(0)
         total, log_share = now[0].clone(), now[1].clone()
         total[j], log_share[j] = x[rows[gain.argmax()]], uniform
         moved = settle(fast, total, log_share, 3)
