@@ -1,20 +1,29 @@
-"""Tables from finished runs.
+"""Tables and pictures of finished runs.
 
-Reads   out/<run>/results.json or results/*.json   (train_imbanid.py)
-Writes  nothing but the screen; `keep` writes the small copies in results/ that README's tables are built from
+Reads   out/<run>/  results.json log.jsonl *.npy  (train_imbanid.py; the tables: results/*.json), clusters.csv assignments.csv
+        (predict.py), and data/<run>/ beside out/ for the true classes (make_lt_data.py)
+Writes  out/<run>/figures/*.png and report.html; of several runs also out/figures/*.png, where gamma, omega, lambda2, the known
+        ratio or the tag differ. The tables go to the screen; `keep` writes results/, which README's tables are built from
 
+    python figures.py out/clinc_g10_s0                                             the pictures and the page of a run
+    python figures.py out/clinc_g10_s*                                             of each run, and what compares them
     python figures.py mean out/clinc_g10_s0 out/clinc_g10_s1 out/clinc_g10_s2      mean and standard deviation over seeds
     python figures.py keep out/clinc_g10_s0 out/clinc_g10_s1                       copy results.json to results/<run>.json
     python figures.py table                                                        README's tables, in Markdown
 """
+import base64
+import csv
+import html
 import json
 import math
+import re
+import warnings
 from pathlib import Path
 
 import numpy as np
 from scipy.stats import ttest_rel
 
-from make_lt_data import CORPORA, UserError, run_script, write_atomic
+from make_lt_data import CORPORA, UserError, run_name, run_script, write_atomic
 
 # The paper's Table 2, ImbaNID's row: {(dataset, gamma): (NMI, ARI, ACC)}.
 PAPER = {("clinc", 1): (97.26, 91.78, 95.64), ("clinc", 3): (95.60, 85.36, 90.44),
@@ -39,6 +48,10 @@ ROWS = (("ImbaNID", "test"), ("ImbaNID, protocol T", "test_kmeans"), ("k-means, 
         ("semi-supervised k-means, raw", "ss_kmeans_raw"), ("k-means, pre-trained features", "kmeans_pretrained"))
 COLUMNS = ("ACC", "NMI", "ARI", "known", "novel", "head", "medium", "tail")
 GROUPS = COLUMNS[-3:]
+USAGE = "usage: figures.py RUN..., figures.py mean RUN..., figures.py keep RUN..., or figures.py table; RUN is a folder in out/"
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#666666")  # Okabe and Ito: safe for all eyes
+FONTS = ("Noto Sans CJK SC", "WenQuanYi Zen Hei", "Microsoft YaHei", "Hiragino Sans", "Arial Unicode MS")  # what DejaVu lacks
+MAP_ROWS = 3000  # of which t-SNE takes 20 seconds
 
 
 def read_results(path):
@@ -169,18 +182,375 @@ def speed_table(folder="results"):
     return markdown(["clinc, gamma 10, minilm", "seconds, both stages", "pretrain.py", "train_imbanid.py"], rows)
 
 
+# ---- pictures, a function each; what draws them is imported where it is used, so that the tables start at once ----
+
+def panels(n=1, height=4.2, across=3):
+    """n axes on a figure 9 inches wide, README's 900 pixels. Returns (figure, axes)."""
+    import matplotlib
+    from matplotlib import figure, font_manager
+    if not n:
+        raise UserError("its file holds nothing to draw")
+    fonts = {font.name for font in font_manager.fontManager.ttflist}.intersection(FONTS)
+    matplotlib.rcParams.update({"font.size": 10, "font.family": ["DejaVu Sans", *sorted(fonts)], "axes.titlesize": 10,
+                                "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False})
+    warnings.filterwarnings("ignore", "Glyph ")  # a letter that no font has becomes a box
+    rows = math.ceil(n / across)
+    whole = figure.Figure(figsize=(9, height * rows), layout="constrained")
+    return whole, [whole.add_subplot(rows, min(n, across), i + 1) for i in range(n)]
+
+
+def short(name):
+    """A class name on one line; a $ would start a formula."""
+    name = " ".join(name.split())
+    return (name if len(name) < 27 else name[:25] + "…").replace("$", r"\$")
+
+
+def task(run):
+    """The benchmark's side of a run: its data folder, class names, training rows a class, and how many classes are known."""
+    data = run["folder"].resolve().parent.parent / "data" / run_name(
+        *(run["config"][key] for key in ("dataset", "gamma", "seed", "known_ratio", "labeled_ratio")))
+    return (data, (data / "labels.txt").read_text(encoding="utf-8").splitlines(), np.load(data / "class_counts.npy"),
+            json.loads((data / "meta.json").read_text())["num_known"])
+
+
+def tsne(feature, rows):
+    """At most MAP_ROWS of the rows and their (n, 2) t-SNE in the unit square, the same at every call. feature: (N, H)."""
+    from sklearn.manifold import TSNE
+    if len(rows) < 5:
+        raise UserError("fewer than 5 rows make no map")
+    chosen = np.sort(np.random.default_rng(0).permutation(len(rows))[:MAP_ROWS])
+    xy = TSNE(perplexity=min(30, (len(chosen) - 1) / 3), random_state=0).fit_transform(feature[rows[chosen]].astype(np.float32))
+    return chosen, (xy - xy.min(0)) / np.ptp(xy, axis=0)
+
+
+def class_sizes(run):
+    """Training rows of each class, or of each found cluster of own data, the largest first."""
+    counts, num_known = task(run)[2:] if not run.get("own") else (
+        np.bincount(np.load(run["folder"] / "pseudo_label.npy"), minlength=run["num_classes"]), run["num_known"])
+    order = np.argsort(-counts, kind="stable")
+    figure, (axis,) = panels()
+    for rows, name, colour, face in ((order < num_known, "known", COLOURS[0], COLOURS[0]),
+                                     (order >= num_known, "new", COLOURS[1], "none")):
+        axis.scatter(1 + np.flatnonzero(rows), counts[order][rows], 30, facecolors=face, edgecolors=colour, label=name)
+    axis.set(yscale="log", ylabel="training rows (log scale)", xlabel=f"{'clusters' if run.get('own') else 'classes'}, by size")
+    axis.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_minor_formatter("")
+    axis.locator_params(axis="x", integer=True)
+    axis.legend()
+    return figure
+
+
+def tsne_map(run):
+    """Map of the test rows (t-SNE): true classes of all sizes in colour, the other classes grey."""
+    data, names, counts, num_known = task(run)
+    label, by_size = np.load(data / "test_label.npy"), np.argsort(-counts, kind="stable")
+    rows, xy = tsne(np.load(run["folder"] / "test_feature.npy"), np.arange(len(label)))
+    figure, (axis,) = panels(height=6)
+    axis.scatter(*xy.T, 5, c="#cccccc", linewidths=0)
+    drawn = {}
+    for novel, most in ((False, 10), (True, 5)):
+        ids = by_size[(by_size >= num_known) == novel]
+        for i, k in enumerate(ids[np.linspace(0, len(ids) - 1, min(most, len(ids))).round().astype(int)]):
+            colour, marker = COLOURS[i % len(COLOURS)], "s" if novel else "o^"[i // len(COLOURS)]
+            drawn[f"{short(names[k])} ({counts[k]})"] = axis.scatter(
+                *xy[label[rows] == k].T, 34, marker=marker, facecolors="none" if novel else colour, edgecolors=colour)
+    axis.set(xticks=[], yticks=[], xlabel="t-SNE 1 (no unit)", ylabel="t-SNE 2 (no unit)")
+    figure.legend(drawn.values(), drawn, loc="outside right upper", alignment="left",
+                  title="filled: known, hollow: novel\n(training rows)")
+    return figure
+
+
+def bars(axis, series, ticks, **labels):
+    """series: {name: (values, deviations)} in percent, a bar each at every tick, with its value written into it."""
+    width = 0.86 / len(series)
+    for i, (name, (values, sds)) in enumerate(series.items()):
+        x = np.arange(len(ticks)) + width * (i - (len(series) - 1) / 2)
+        axis.bar(x, values, 0.92 * width, yerr=sds if np.any(sds) else None, capsize=2, label=name,
+                 color=("#0072B2", "#56B4E9", "#BBBBBB", "#E69F00", "#CC79A7")[i % 5])
+        for at, value, sd in zip(x, values, sds):
+            axis.text(at, 2, "" if value != value else f"{value:.1f}" + (f" ± {sd:.1f}" if sd else ""), rotation=90,
+                      ha="center", va="bottom", fontsize=9, color="black" if i % 5 or value < 25 else "white")
+    axis.set(ylim=(0, 100), xticks=range(len(ticks)), xticklabels=ticks, **labels)
+
+
+def groups(run):
+    """Test accuracy of ImbaNID and of k-means, by group of classes."""
+    columns = ("ACC", *COLUMNS[3:])
+    figure, (axis,) = panels()
+    bars(axis, {title: (np.array([run[key][c] for c in columns], dtype=float), [0] * 6) for title, key in ROWS if key in run},
+         ("all", *columns[1:]), xlabel="classes", ylabel="test accuracy, percent")
+    figure.legend(loc="outside upper center", ncols=3)
+    return figure
+
+
+def epochs(run):
+    """Stage 3, epoch by epoch: dev accuracy, the transport's steps, and its residual."""
+    log = [json.loads(line) for line in (run["folder"] / "log.jsonl").read_text().splitlines()]
+    shown = [row for row in (("dev_accuracy", "dev accuracy (known classes), percent", "linear"),
+                             ("rot_iterations", "Newton steps of the transport", "linear"),
+                             ("rot_residual", "residual of the transport (log scale)", "log"))
+             if all(line.get(row[0]) is not None for line in log)]
+    figure, axes = panels(len(shown), height=3.4)
+    for axis, (key, title, scale) in zip(axes, shown):
+        values = np.maximum([line[key] for line in log], 1e-17)
+        axis.plot([line["epoch"] for line in log], values, "o-", color=COLOURS[0])
+        axis.set(xlabel="epoch", ylabel=title, yscale=scale)
+        if scale == "linear":  # so that no change of a tenth looks like a cliff
+            axis.set_ylim(values.min() - 1, values.max() + 1)
+        axis.locator_params(axis="x", integer=True)
+        axis.grid(alpha=0.3)
+    return figure
+
+
+def confusion(run):
+    """Where the test rows of the 15 largest classes went: true class against the class matched to the found cluster."""
+    from metrics import match_clusters
+    data, names, counts, num_known = task(run)
+    truth, cluster = np.load(data / "test_label.npy"), np.load(run["folder"] / "test_pred.npy")
+    classes, top = match_clusters(truth, cluster), np.argsort(-counts, kind="stable")[:15]
+    place = np.full(max(len(names), len(classes)), len(top))
+    place[top] = np.arange(len(top))
+    table = np.zeros((len(top) + 1, len(top) + 1))
+    np.add.at(table, (place[truth], place[classes[cluster]]), 1)
+    table = 100 * table / np.maximum(table.sum(1, keepdims=True), 1)
+    figure, (axis,) = panels(height=7.4)
+    axis.imshow(table, cmap="Blues", vmin=0, vmax=100, aspect="auto")
+    for (i, j), value in np.ndenumerate(table):
+        if value >= 0.5:
+            axis.text(j, i, f"{value:.0f}", ha="center", va="center", color="white" if value > 60 else "black")
+    titles = [short(names[k]) + ("" if k < num_known else " (novel)") for k in top] + ["other"]
+    axis.set_yticks(range(len(titles)), titles)
+    axis.set_xticks(range(len(titles)), titles, rotation=45, ha="right", rotation_mode="anchor")
+    axis.set(ylabel="true class", xlabel="class matched to the found cluster; numbers: percent of the true class's test rows")
+    return figure
+
+
+# ---- pictures that compare runs ----
+
+def varied(runs, key, same=None):
+    """[(title, {value of key: runs})] where key varies among runs that agree in `same`, or in all but the seed and the tag."""
+    found = {}
+    for run in runs:
+        config = {**run["config"], "tag": run.get("tag", ""), "encoder": run["encoder"]}
+        config["lambda2"] = config.get("lambda2") or (2.0 if config["gamma"] > 1 else 7.0)  # what train_imbanid.py makes of 0
+        rest = {k: v for k, v in config.items() if (k in same if same else k not in (key, "seed", "tag", "pretrain"))}
+        title = CORPORA[run["dataset"]][0] + ("" if key == "gamma" else f", gamma {run['gamma']:g}")
+        found.setdefault(json.dumps(rest, sort_keys=True), (title, {}))[1].setdefault(config.get(key), []).append(run)
+    return [(title, dict(sorted(by_value.items()))) for title, by_value in found.values() if len(by_value) > 1]
+
+
+def gamma_curves(found, _):
+    """Training rows per class for each gamma."""
+    figure, axes = panels(len(found), height=4)
+    for axis, (title, by_gamma) in zip(axes, found):
+        for (gamma, runs), colour in zip(by_gamma.items(), COLOURS):
+            counts = np.sort(task(runs[0])[2])[::-1]
+            axis.plot(1 + np.arange(len(counts)), counts, color=colour, label=f"gamma {gamma:g}", lw=2)
+        axis.set(title=title, xlabel="classes, by size", ylabel="training rows", ylim=(0, None))
+        axis.locator_params(axis="x", integer=True)
+        axis.legend()
+    return figure
+
+
+def setting_curves(found, key):
+    """Test ACC and NMI against a setting, mean and standard deviation over seeds."""
+    figure, axes = panels(2, height=4)
+    ticks = sorted({value for _, by_value in found for value in by_value})
+    for axis, column in zip(axes, COLUMNS):
+        for i, (title, by_value) in enumerate(found):
+            mean, sd = np.transpose([spread(runs, "test")[column] for runs in by_value.values()])
+            axis.errorbar(list(by_value), mean, sd, marker="os^DvP*"[i % 7], capsize=3, color=COLOURS[i % 7], label=title)
+        axis.set(xscale="log" if key == "lambda2" else "linear", xlabel=key + " (log scale)" * (key == "lambda2"),
+                 ylabel=f"test {column}, percent")
+        axis.minorticks_off()
+        axis.set_xticks(ticks, [f"{value:g}" for value in ticks])
+        axis.grid(alpha=0.3)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
+    return figure
+
+
+def setting_bars(found, key):
+    """Test ACC, NMI and ARI for each share of known classes or each ablation, mean and standard deviation over seeds."""
+    figure, axes = panels(len(found), height=4, across=1 if key == "tag" else 3)
+    for axis, (title, by_value) in zip(axes, found):
+        scores = [spread(runs, "test") for runs in by_value.values()]
+        ticks = [ABLATIONS.get(value, [short(value)])[0].replace(" ", "\n") if key == "tag" else f"{100 * value:g}"
+                 for value in by_value]
+        bars(axis, {c: tuple(zip(*(score[c] for score in scores))) for c in COLUMNS[:3]}, ticks, title=title,
+             xlabel="" if key == "tag" else "known classes, percent", ylabel="test, percent")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
+    return figure
+
+
+def report(run, pictures):
+    """The text of report.html. pictures: {path of a PNG: its caption}."""
+    folder = run["folder"]
+    if not (folder / "clusters.csv").exists():
+        raise UserError(f"run `python predict.py {folder}` first, which writes clusters.csv")
+    with open(folder / "clusters.csv", encoding="utf-8-sig", newline="") as f:
+        clusters = [{key: value[:300] for key, value in line.items()} for line in csv.DictReader(f, restval="")]
+    train_row, place = np.load(folder / "train_row.npy"), {line["id"]: i for i, line in enumerate(clusters)}
+    rows = np.flatnonzero(train_row >= 0)
+    chosen, xy = tsne(np.load(folder / "train_feature.npy", mmap_mode="r"), train_row[rows])
+    xy = dict(zip(rows[chosen].tolist(), xy.round(4).tolist()))
+    with open(folder / "assignments.csv", encoding="utf-8-sig", newline="") as f:
+        points = [[*xy[row], place[line["cluster"]], line["text"][:300], line["confidence"]]
+                  for row, line in enumerate(csv.DictReader(f)) if row in xy and line["cluster"] in place]
+    known = sum(line["known"] == "yes" for line in clusters)
+    facts = {"rows": f"{sum(int(line['size']) for line in clusters):,}", "known intents": known,
+             "new intents": len(clusters) - known, "encoder": html.escape(Path(run["encoder"]).name), "epochs": run["epochs"],
+             "minutes": f"{sum(run['seconds'].values()) / 60:.1f}",
+             **{f"test {c}": f"{run['test'][c]:.1f} %" for c in COLUMNS[:3] if "test" in run}}
+    parts = {"TITLE": html.escape(folder.resolve().name),
+             "FACTS": "".join(f"<div><dt>{key}<dd>{value}</div>" for key, value in facts.items()),
+             "FIGURES": "".join(f"<figure><figcaption>{caption}</figcaption><img alt='' src='data:image/png;base64,"
+                                f"{base64.b64encode(path.read_bytes()).decode()}'></figure>"
+                                for path, caption in pictures.items()),
+             "DATA": json.dumps({"clusters": clusters, "points": points}, ensure_ascii=False).replace("<", "\\u003c")}
+    return re.sub("@([A-Z]+)@", lambda found: parts[found[1]], PAGE)  # one pass: what a text says is never filled in again
+
+
+def attempt(path, build, *given):
+    """Write the picture or page that build(*given) makes and say so, or why not. Returns whether it is there."""
+    try:
+        made = build(*given)
+    except (UserError, OSError, ValueError, KeyError, IndexError, EOFError, csv.Error) as err:
+        known = isinstance(err, (UserError, OSError))
+        print(f"{path} left out: {err if known else f'a file it needs is damaged or of another run ({err!r})'}")
+        return False
+    path.parent.mkdir(exist_ok=True)
+    write_atomic(path, made if isinstance(made, str) else lambda f: made.savefig(f, format="png", dpi=150))
+    print(path)
+    return True
+
+
+def draw(paths):
+    for path in paths:
+        if not (Path(path) / "results.json").is_file():
+            raise UserError(f"{path} is no run, it holds no results.json; {USAGE}")
+    runs = [{**read_results(path), "folder": Path(path)} for path in dict.fromkeys(paths)]
+    for run in runs:
+        if run.get("own"):
+            print(f"{run['folder']}: own data has no true classes, so tsne_map, groups and confusion are left out")
+        builds = (class_sizes, epochs) if run.get("own") else (class_sizes, tsne_map, groups, epochs, confusion)
+        paths = {build: run["folder"] / "figures" / f"{build.__name__}.png" for build in builds}
+        pictures = {path: build.__doc__ for build, path in paths.items() if attempt(path, build, run)}
+        attempt(run["folder"] / "report.html", report, run, pictures)
+    for key, build, same in (("gamma", gamma_curves, ("dataset",)), ("omega", setting_curves, None),
+                             ("lambda2", setting_curves, None), ("known_ratio", setting_bars, None),
+                             ("tag", setting_bars, "dataset gamma known_ratio labeled_ratio encoder omega lambda2".split())):
+        if found := varied([run for run in runs if "test" in run], key, same):
+            attempt(runs[0]["folder"].resolve().parent / "figures" / f"{key}.png", build, found, key)
+
+
 def main(words):
     command, paths = (words or [""])[0], words[1:]
-    if command not in ("mean", "keep", "table") or (command != "table" and not paths):
-        raise UserError("usage: figures.py mean RUN..., figures.py keep RUN..., or figures.py table; RUN is a folder in out/")
+    if not words or command in ("mean", "keep") and not paths:
+        raise UserError(USAGE)
     if command == "mean":
         print_mean(paths)
     elif command == "keep":
         Path("results").mkdir(exist_ok=True)
         for path in paths:
             write_atomic(Path("results") / f"{Path(path).name}.json", json.dumps(read_results(path), indent=1) + "\n")
-    else:
+    elif command == "table":
         print(*filter(None, (results_table(), ablation_table(), transport_tables(), speed_table())), sep="\n\n")
+    else:
+        draw(words)
+
+
+PAGE = r"""<!doctype html><html lang="en"><meta charset="utf-8"><title>@TITLE@</title>
+<meta name="viewport" content="width=device-width"><style>
+:root { color-scheme: light dark; --known: #0072b2; --new: #b34f00; --pick: #fff2bf; --line: #8884 }
+@media (prefers-color-scheme: dark) { :root { --known: #56b4e9; --new: #f0a830; --pick: #40391f } }
+body { font: 14px/1.4 system-ui, sans-serif; max-width: 1500px; margin: auto; padding: 12px 20px; background: Canvas }
+h1, p { margin: 0 0 6px } dl { display: flex; flex-wrap: wrap; gap: 4px 28px; margin: 0 0 12px }
+dd { margin: 0; font-size: 19px } section { min-width: 0; position: relative }
+main { display: grid; grid-template-columns: 5fr 7fr; gap: 20px } @media (max-width: 900px) { main { display: block } }
+svg, #box { display: block; border: 1px solid var(--line); border-radius: 6px } #box { height: 580px; overflow: auto }
+.known { color: var(--known) } .new { color: var(--new) } .faint { opacity: .12 } .big { r: 4.5px } [hidden] { display: none }
+circle { fill: currentColor; pointer-events: all } circle.new { fill: none; stroke: currentColor }
+text { font-weight: 600; font-size: 12px; text-anchor: middle; pointer-events: none; fill: CanvasText; stroke: Canvas;
+  stroke-width: 4px; paint-order: stroke }
+#tip { position: absolute; max-width: 300px; padding: 6px 9px; background: Canvas; border: 1px solid; pointer-events: none;
+  white-space: pre-line; overflow-wrap: anywhere }
+input { width: 60% } table { border-collapse: collapse; width: 100% }
+td, th { padding: 4px 7px; text-align: left; vertical-align: top } td { overflow-wrap: anywhere; min-width: 100px }
+th { position: sticky; top: 0; background: Canvas } th, td:nth-child(-n+5):nth-child(n+2) { white-space: nowrap; min-width: 0 }
+tr > :nth-child(n+3):nth-child(-n+5) { text-align: right } tbody { border-top: 1px solid var(--line) } ul { margin: 0 }
+.on { background: var(--pick) } tbody:not(.on) tr + tr { display: none }
+button { all: unset; cursor: pointer; font-weight: 600 } button:focus-visible { outline: 2px solid }
+figure { margin: 28px 0 } img { display: block; width: 900px; max-width: 100%; background: #fff }
+</style>
+<h1>@TITLE@</h1><dl>@FACTS@</dl>
+<main><section>
+<p>Up to 3,000 rows, <span class="known">● known</span>, <span class="new">○ new</span>; point to read, click to pick</p>
+<svg viewBox="0 0 560 560" role="img" aria-label="map of the rows; the table holds the same clusters"></svg>
+<div id="tip" hidden></div></section>
+<section><p><input type="search" aria-label="search" placeholder="names, keywords, examples"> <span role="status"></span></p>
+<div id="box" tabindex="0" role="region" aria-label="clusters"><table><thead><tr></tr></thead></table></div></section></main>
+@FIGURES@
+<script type="application/json" id="data">@DATA@</script>
+<script>
+const $ = what => document.querySelector(what), D = JSON.parse($("#data").textContent), tip = $("#tip"), svg = $("svg");
+const kind = i => D.clusters[i].known == "yes" ? "known" : "new", at = p => [10 + 540 * p[0], 550 - 540 * p[1]];
+function make(tag, set, ...inside) {
+  const e = document.createElementNS((/circle|text/.test(tag) ? svg : document.body).namespaceURI, tag);
+  for (const key in set) e.setAttribute(key, set[key]);
+  e.append(...inside); return e;
+}
+const dots = D.points.map(p => make("circle", { cx: at(p)[0], cy: at(p)[1], r: 2.5, class: kind(p[2]) }));
+const rows = D.clusters.map((c, i) => {
+  const examples = [1, 2, 3, 4, 5].map(n => c["example_" + n]).filter(text => text);
+  const mark = make("span", { class: kind(i) }, kind(i) == "new" ? "○ new" : "● known");
+  const cells = [make("button", {}, c.name), mark, c.size, c.share, c.confidence, c.keywords];
+  const list = make("ul", {}, ...examples.map(text => make("li", { dir: "auto" }, text)));
+  const row = make("tbody", {}, make("tr", {}, ...cells.map(cell => make("td", { dir: "auto" }, cell))),
+    make("tr", {}, make("td", { colspan: 6 }, list)));
+  row.firstChild.onclick = () => pick(picked == i ? -1 : i);
+  row.words = [c.name, c.keywords, ...examples].join("\n").toLowerCase();
+  return row;
+});
+let picked, sorted, up;
+function pick(i) {  // cluster i, -1: none; and show what the search asks for
+  picked = i;
+  rows.forEach((row, j) => { row.hidden = !row.words.includes($("input").value.toLowerCase());
+    row.classList.toggle("on", i == j); row.querySelector("button").ariaExpanded = i == j; });
+  $("[role=status]").textContent = rows.filter(row => !row.hidden).length + " of " + rows.length;
+  dots.forEach((dot, j) => { const own = D.points[j][2]; dot.classList.toggle("big", i == own);
+    dot.classList.toggle("faint", i < 0 ? rows[own].hidden : i != own); });
+}
+const heads = Object.entries({ name: "cluster", known: "kind", size: "rows", share: "share, %", confidence: "conf., %",
+  keywords: "keywords" }).map(([key, title]) => {
+  const head = make("th", {}, make("button", {}, title)), value = row => D.clusters[rows.indexOf(row)][key];
+  head.onclick = () => {
+    up = sorted == key ? !up : isNaN(value(rows[0])); sorted = key;
+    $("table").append(...[...rows].sort((a, b) => (value(a) - value(b) || value(a).localeCompare(value(b))) * (up ? 1 : -1)));
+    heads.forEach(other => other.ariaSort = other != head ? "none" : up ? "ascending" : "descending");
+  };
+  return head;
+});
+svg.append(...dots); $("thead tr").append(...heads); $("table").append(...rows); $("input").oninput = () => pick(-1); pick(-1);
+
+const taken = [], largest = D.clusters.map((c, i) => [c.size, i]).sort((a, b) => b[0] - a[0]).slice(0, 30);
+for (const [, i] of largest) {  // its name in the middle of its dots, where there is room
+  const own = D.points.filter(p => p[2] == i), name = D.clusters[i].name.slice(0, 28), half = 4 + 3.6 * name.length;
+  if (!own.length) continue;
+  const [cx, cy] = at([0, 1].map(k => own.map(p => p[k]).sort((a, b) => a - b)[own.length >> 1]));
+  const x = Math.min(Math.max(cx, half), 560 - half), y = Math.max(14, cy - 8);
+  if (taken.some(t => Math.abs(t[0] - x) < t[2] + half && Math.abs(t[1] - y) < 17)) continue;
+  taken.push([x, y, half]); svg.append(make("text", { x, y }, name));
+}
+const under = e => D.points[dots.indexOf(e.target)];
+svg.onmouseover = e => {
+  const p = under(e); tip.hidden = !p; tip.textContent = p && p[3] + "\n" + D.clusters[p[2]].name + ", " + p[4] + " %";
+  tip.style.left = Math.min(e.offsetX + 14, svg.clientWidth - tip.offsetWidth) + "px"; tip.style.top = e.offsetY + 40 + "px";
+};
+svg.onmouseleave = () => tip.hidden = true;
+svg.onclick = e => { const p = under(e); pick(p ? p[2] : -1); if (p) rows[p[2]].scrollIntoView({ block: "nearest" }); };
+</script></html>
+"""
 
 
 if __name__ == "__main__":

@@ -1,0 +1,220 @@
+"""figures.py on small made-up runs: every picture, the page, and what it says of files that are not there."""
+import csv
+import json
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from conftest import REPO, one_line_error, script
+from matplotlib.image import imread
+
+import figures
+from make_lt_data import UserError, run_name
+
+NASTY = ['</script><script>alert("1")</script>', "it's \"quoted\" & <b>bold</b>", "emoji \U0001f600, 日本語, عربى",
+         "@DATA@ @TITLE@ \\u003c"]
+NAMES = ["$cost$ of _x_", "_hidden", "日本語の意図", "a name longer than any picture has room for", "plain", "new & old"]
+SCORES = {c: 60.0 + i for i, c in enumerate(figures.COLUMNS)} | {"tail": None}
+
+
+def make_run(folder, seed=0, tag="", **settings):
+    """out/<run>/ and data/<run>/ as the scripts leave them: 6 classes (4 known) in 8 dimensions, 10 test rows a class."""
+    config = {"dataset": "demo", "gamma": 4.0, "seed": seed, "known_ratio": 0.75, "labeled_ratio": 0.1, "omega": 0.5,
+              "lambda2": 0.0, "no_dr": tag == "no_dr", **settings}
+    run = run_name(*(config[k] for k in ("dataset", "gamma", "seed", "known_ratio", "labeled_ratio")))
+    out, data, rng = folder / "out" / (f"{run}_{tag}" if tag else run), folder / "data" / run, np.random.default_rng(seed)
+    out.mkdir(parents=True)
+    data.mkdir(parents=True, exist_ok=True)
+    label = np.repeat(np.arange(6), 10)
+    (data / "labels.txt").write_text("".join(f"{name}\n" for name in NAMES), encoding="utf-8")
+    (data / "meta.json").write_text(json.dumps({"num_known": 4}))
+    np.save(data / "class_counts.npy", np.array([40, 25, 16, 10, 30, 11]))
+    np.save(data / "test_label.npy", label)
+    np.save(out / "test_feature.npy", np.eye(6, 8)[label] + 0.1 * rng.normal(size=(60, 8)))
+    np.save(out / "test_pred.npy", (label + (rng.random(60) < 0.2)) % 6)
+    log = [{"epoch": i, "dev_accuracy": 80.0 + i, "rot_iterations": 5, "rot_residual": 1e-8 * (i - 1)} for i in (1, 2, 3)]
+    (out / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
+    results = {"dataset": "demo", "gamma": config["gamma"], "seed": seed, "method": "imbanid", "tag": tag, "encoder": "minilm",
+               "epochs": 3, "seconds": {"train": 60}, "num_classes": 6, "config": config, "test": SCORES, "kmeans_raw": SCORES}
+    (out / "results.json").write_text(json.dumps(results))
+    return out
+
+
+def make_own(folder, clusters=6, rows=40):
+    """A run on own data, after predict.py: row 1 has no text, and the texts try to break the page."""
+    out = folder / "out" / "mine_s0"
+    out.mkdir(parents=True)
+    rng, found = np.random.default_rng(0), np.arange(rows) % clusters
+    np.save(out / "pseudo_label.npy", found)
+    feature = np.eye(clusters, 8 + clusters)[found] + 0.1 * rng.random((rows, 8 + clusters))
+    np.save(out / "train_feature.npy", feature.astype(np.float16))
+    train_row = np.insert(np.arange(rows), 1, -1)
+    np.save(out / "train_row.npy", train_row)
+    texts = [NASTY[i % len(NASTY)] for i in range(rows)]
+    with open(out / "assignments.csv", "w", encoding="utf-8", newline="") as f:
+        lines = csv.writer(f)
+        lines.writerow("row text label cluster name confidence".split())
+        for i, row in enumerate(train_row):
+            lines.writerow([i, texts[row], "", found[row], "x", "90.0"] if row >= 0 else [i, "", "", "", "", ""])
+    with open(out / "clusters.csv", "w", encoding="utf-8", newline="") as f:
+        lines = csv.writer(f)
+        lines.writerow("id known name size share confidence keywords example_1 example_2 example_3 example_4 example_5".split())
+        for k in range(clusters):
+            lines.writerow([k, "no" if k % 3 else "yes", f"{NASTY[k % 4]} {k}", rows // clusters, "1.50", "88.1", "word, " * 5,
+                            *NASTY, "last"])
+    log = {"epoch": 1, "dev_accuracy": None, "rot_iterations": 5, "rot_residual": 1e-8}
+    (out / "log.jsonl").write_text(json.dumps(log) + "\n")
+    (out / "results.json").write_text(json.dumps({
+        "dataset": "mine", "own": True, "seed": 0, "num_classes": clusters, "num_known": (clusters + 2) // 3,
+        "num_rows": rows + 1,
+        "encoder": "minilm", "epochs": 1, "seconds": {"train": 6.0}, "config": {"dataset": "mine", "seed": 0}}))
+    return out
+
+
+def is_picture(path):
+    pixels = imread(path)
+    return pixels.shape[1] == 1350 and pixels.shape[0] >= 400 and pixels[..., :3].std() > 0.02
+
+
+def page_data(page):
+    return json.loads(re.search('<script type="application/json" id="data">(.*?)</script>', page, re.S)[1])
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A benchmark run and a run on own data, drawn by one call of the script."""
+    folder = tmp_path_factory.mktemp("runs")
+    bench, own = make_run(folder), make_own(folder)
+    return bench, own, script("figures.py", bench, own)
+
+
+def test_every_picture_of_a_benchmark_run(runs):
+    bench, _, done = runs
+    for name in ("class_sizes", "tsne_map", "groups", "epochs", "confusion"):
+        path = bench / "figures" / f"{name}.png"
+        assert is_picture(path) and str(path) in done.stdout.splitlines()
+    assert len(list((bench / "figures").iterdir())) == 5, "and nothing half-written"
+    assert "Warning" not in done.stderr, done.stderr
+
+
+def test_own_data_has_the_pictures_that_need_no_truth(runs):
+    _, own, done = runs
+    assert {path.name for path in (own / "figures").iterdir()} == {"class_sizes.png", "epochs.png"}
+    assert all(map(is_picture, (own / "figures").iterdir()))
+    assert f"{own}: own data has no true classes" in done.stdout
+
+
+def test_a_missing_clusters_file_leaves_the_report_out(runs):
+    bench, _, done = runs
+    line, = [line for line in done.stdout.splitlines() if line.startswith(f"{bench}/report.html")]
+    assert f"`python predict.py {bench}`" in line and not (bench / "report.html").exists()
+
+
+def test_the_report_is_self_contained_and_keeps_every_text(runs):
+    _, own, _ = runs
+    page = (own / "report.html").read_text(encoding="utf-8")
+    assert not re.search("https?:|@import|url\\(|<link", page)
+    assert all(source.startswith("data:image/png;base64,") for source in re.findall("src='(.*?)'", page))
+    assert page.count("<img") == 2 and page.count("<script") == page.count("</script>") == 2
+    data = page_data(page)
+    assert [data["clusters"][1][f"example_{i}"] for i in range(1, 6)] == [*NASTY, "last"]
+    assert data["clusters"][2]["name"] == f"{NASTY[2]} 2"
+    assert [p[3] for p in data["points"]] == [NASTY[i % 4] for i in range(40)], "in the rows' order, the empty one left out"
+    assert [p[2] for p in data["points"]] == [i % 6 for i in range(40)]
+    assert all(0 <= value <= 1 for p in data["points"] for value in p[:2])
+    for part in ("known intents<dd>2", "new intents<dd>4", "<dd>minilm", "<h1>mine_s0</h1>"):
+        assert part in page, part
+
+
+def test_a_report_of_two_thousand_clusters_is_a_few_megabytes(tmp_path, monkeypatch):
+    own = make_own(tmp_path, clusters=2000, rows=2000)
+    monkeypatch.setattr(figures, "MAP_ROWS", 50)
+    page = figures.report({**figures.read_results(own), "folder": own}, {})
+    data = page_data(page)
+    assert len(data["clusters"]) == 2000 and len(data["points"]) == 50 and len(page.encode()) < 4e6
+
+
+def test_the_map_separates_what_is_apart_and_repeats_itself():
+    label = np.repeat([0, 1], 20)
+    feature = np.eye(2, 6)[label] + 0.05 * np.random.default_rng(0).normal(size=(40, 6))
+    rows, xy = figures.tsne(feature.astype(np.float16), np.arange(40))
+    assert (rows == np.arange(40)).all() and (xy == figures.tsne(feature.astype(np.float16), np.arange(40))[1]).all()
+    apart = np.linalg.norm(xy[label == 0].mean(0) - xy[label == 1].mean(0))
+    assert apart > 2 * xy[label == 0].std(0).max()
+    with pytest.raises(UserError, match="5 rows"):
+        figures.tsne(feature, np.arange(4))
+
+
+def test_missing_and_damaged_files_leave_out_one_picture_each(tmp_path):
+    out = make_run(tmp_path)
+    (out / "test_feature.npy").unlink()
+    (out / "test_pred.npy").write_bytes(b"no array")
+    (out / "log.jsonl").write_text("{}\n")
+    done = script("figures.py", out)
+    for name, word in (("tsne_map", "test_feature.npy"), ("confusion", "damaged"), ("epochs", "nothing to draw")):
+        line, = [line for line in done.stdout.splitlines() if line.startswith(f"{out}/figures/{name}.png")]
+        assert "left out" in line and word in line
+    assert {path.name for path in (out / "figures").iterdir()} == {"class_sizes.png", "groups.png"}
+
+
+def test_a_folder_that_is_no_run_is_one_line(tmp_path):
+    one_line_error(script("figures.py", tmp_path / "nowhere", ok=False), "nowhere", "no run", "usage")
+    one_line_error(script("figures.py", make_run(tmp_path), tmp_path, ok=False), str(tmp_path), "no run")
+    assert not (tmp_path / "out/demo_g4_s0/figures").exists(), "nothing is drawn before every folder is looked at"
+    one_line_error(script("figures.py", ok=False), "usage")
+    one_line_error(script("figures.py", "mean", ok=False), "usage")
+
+
+def test_several_runs_are_compared_where_they_differ(tmp_path):
+    outs = [make_run(tmp_path, seed) for seed in (0, 1)]
+    outs += [make_run(tmp_path, seed, f"omega{omega}", omega=omega) for omega in (0.1, 0.9) for seed in (0, 1)]
+    outs += [make_run(tmp_path, 0, "l1", lambda2=1.0), make_run(tmp_path, 0, "no_dr"), make_run(tmp_path, gamma=10.0),
+             make_run(tmp_path, known_ratio=0.5)]
+    kept = [{**figures.read_results(out), "folder": out} for out in outs]
+    same = "dataset gamma known_ratio labeled_ratio encoder omega lambda2".split()
+    assert [{value: len(group) for value, group in by_value.items()} for key, how in
+            (("omega", None), ("lambda2", None), ("known_ratio", None), ("tag", same), ("gamma", ["dataset"]))
+            for _, by_value in figures.varied(kept, key, how)] == [
+        {0.1: 2, 0.5: 2, 0.9: 2}, {1.0: 1, 2.0: 2}, {0.5: 1, 0.75: 2}, {"": 2, "no_dr": 1}, {4.0: 9, 10.0: 1}]
+    for out in outs:  # the pictures of single runs have been looked at above
+        (out / "log.jsonl").unlink()
+        (out / "test_feature.npy").unlink()
+        (out / "test_pred.npy").unlink()
+    figures.draw(outs)
+    drawn = tmp_path / "out/figures"
+    assert {path.name for path in drawn.iterdir()} == {"omega.png", "lambda2.png", "known_ratio.png", "tag.png", "gamma.png"}
+    assert all(map(is_picture, drawn.iterdir()))
+
+
+def test_seeds_alone_are_nothing_to_compare(tmp_path):
+    runs = [{**figures.read_results(make_run(tmp_path, seed)), "folder": tmp_path} for seed in (0, 1)]
+    assert not any(figures.varied(runs, key) for key in ("omega", "lambda2", "known_ratio", "tag", "gamma"))
+
+
+def test_curves_and_bars_show_mean_and_deviation(tmp_path):
+    runs = [{**figures.read_results(make_run(tmp_path, seed, f"o{omega}", omega=omega)), "folder": tmp_path}
+            for omega in (0.1, 0.5) for seed in (0, 1)]
+    for run, acc in zip(runs, (50, 60, 70, 90)):
+        run["test"] = {**SCORES, "ACC": acc}
+    figure = figures.setting_curves(figures.varied(runs, "omega"), "omega")
+    line = figure.axes[0].lines[0]
+    assert line.get_xdata().tolist() == [0.1, 0.5] and line.get_ydata().tolist() == [55, 80]
+    ends = [segment[:, 1].tolist() for segment in figure.axes[0].collections[0].get_segments()]
+    np.testing.assert_allclose(ends, [[55 - 50 ** 0.5, 55 + 50 ** 0.5], [80 - 200 ** 0.5, 80 + 200 ** 0.5]])
+
+
+def test_confusion_counts_the_matched_classes(tmp_path):
+    out = make_run(tmp_path)
+    label = np.load(tmp_path / "data/demo_g4_s0/test_label.npy")
+    np.save(out / "test_pred.npy", (label + 1) % 6)  # clusters have numbers of their own
+    figure = figures.confusion({**figures.read_results(out), "folder": out})
+    table = figure.axes[0].images[0].get_array()
+    np.testing.assert_allclose(table[:6, :6], 100 * np.eye(6))
+    assert [tick.get_text() for tick in figure.axes[0].get_yticklabels()][1] == "plain (novel)", "by training size"
+
+
+def test_the_tables_do_not_wait_for_matplotlib():
+    code = "import sys, figures; figures.main(['table']); sys.exit('matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True).returncode == 0
