@@ -200,9 +200,9 @@ def panels(n=1, height=4.2, across=3):
 
 
 def short(name):
-    """A class name on one line; a $ would start a formula."""
+    """A class name on one line, cut in the middle, since long names differ at their ends; a $ would start a formula."""
     name = " ".join(name.split())
-    return (name if len(name) < 27 else name[:25] + "…").replace("$", r"\$")
+    return (name if len(name) < 27 else name[:13] + "…" + name[-12:]).replace("$", r"\$")
 
 
 def task(run):

@@ -15,7 +15,7 @@ from make_lt_data import UserError, run_name
 
 NASTY = ['</script><script>alert("1")</script>', "it's \"quoted\" & <b>bold</b>", "emoji \U0001f600, 日本語, عربى",
          "@DATA@ @TITLE@ \\u003c"]
-NAMES = ["$cost$ of _x_", "_hidden", "日本語の意図", "a name longer than any picture has room for", "plain", "new & old"]
+NAMES = [r"$\cost$ of _x_", "_hidden", "日本語の意図", "a name longer than any picture has room for", "plain", "new & old"]
 SCORES = {c: 60.0 + i for i, c in enumerate(figures.COLUMNS)} | {"tail": None}
 
 
