@@ -145,9 +145,9 @@ class Encoder(nn.Module):
 
     def tokenize(self, texts):
         """[str] (N,) -> Packed token ids int64, cut at max_length, with [CLS] and [SEP]."""
-        ids = self.tokenizer(list(texts), truncation=True, max_length=self.max_length)["input_ids"]
+        ids = self.tokenizer(list(texts), truncation=True, max_length=self.max_length)["input_ids"] if len(texts) else []
         offsets = torch.tensor([0, *map(len, ids)]).cumsum(0)
-        return Packed(torch.tensor([i for row in ids for i in row]).to(self.device), offsets.to(self.device))
+        return Packed(torch.tensor([i for row in ids for i in row], dtype=torch.int64).to(self.device), offsets.to(self.device))
 
     def cache(self, tokens, desc=None):
         """What features and mlm_loss read Packed ids from: their hidden states, or with --no_cache the ids themselves."""

@@ -1,14 +1,18 @@
-"""Make one ImbaNID-Bench split: a raw intent corpus in, a long-tailed new-intent-discovery task out.
+"""Make one new-intent-discovery task: an ImbaNID-Bench split of a raw intent corpus, or a table of your own.
 
 Reads   data/raw/<dataset>/{train,dev,test}.tsv  (downloaded and checked by sha256, or taken from --raw_dir)
+        or a .csv, .tsv or .jsonl file with a text column and, where there are labels, a label column
 Writes  data/<run>/  labels.txt  train.tsv dev.tsv test.tsv  train_label.npy train_truth.npy dev_label.npy
         test_label.npy  class_counts.npy  meta.json        <run> is for example clinc_g10_s0
+        of a table of your own: no train_truth.npy and class_counts.npy, empty test files, and train_row.npy
 
     python make_lt_data.py --dataset clinc --gamma 10 --seed 0
     python make_lt_data.py --dataset banking --gamma 3 --known_ratio 0.5 --raw_dir ~/corpora
+    python make_lt_data.py --dataset my_utterances.csv --text_column message --label_column intent
 
 The paper's Sec. 2: class k of K, sorted by size, keeps n_max * gamma^(-(k-1)/(K-1)) of its rows, so the largest class is
 gamma times the smallest. 75 % of the classes are known, 10 % of their rows are labelled, everything else is unlabelled.
+A table of your own is taken as it is: rows with a label are labelled, rows without are not.
 """
 import argparse
 import csv
@@ -16,6 +20,7 @@ import errno
 import hashlib
 import inspect
 import io
+import itertools
 import json
 import math
 import os
@@ -34,13 +39,16 @@ from tqdm import tqdm
 
 @dataclass
 class Args:
-    dataset: str = "clinc"  # clinc, banking, stackoverflow, or demo (comes with the repository)
+    dataset: str = "clinc"  # clinc, banking, stackoverflow, demo (comes with the repository), or a table of your own
     gamma: float = 10.0  # imbalance ratio n_max / n_min, >= 1; 1 keeps the full training split (Sec. 2)
     seed: int = 0  # draws the known classes, the kept rows and the labelled rows
     known_ratio: float = 0.75  # share of the classes that is known (Sec. 2; 0.25 and 0.5 in Sec. 4.6)
     labeled_ratio: float = 0.1  # share of the rows of a known class that is labelled (Sec. 2)
     raw_dir: str = ""  # folder that holds <dataset>/{train,dev,test}.tsv; empty: data/raw, downloaded where missing
     data_dir: str = "data"  # where the run's folder is written
+    text_column: str = ""  # own table: the column (JSON: key) with the texts; empty: guessed and printed
+    label_column: str = ""  # own table: the column with the labels, empty cells are unlabelled; none: cluster without labels
+    dev_ratio: float = 0.2  # own table: share of a class's labelled texts kept to check against
     mirror: str = "https://raw.githubusercontent.com"  # host to download from, for machines behind a proxy
 
 
@@ -70,6 +78,11 @@ PAPER_COUNTS = {("clinc", 3): (868, 9995), ("clinc", 5): (719, 8164), ("clinc", 
                 ("banking", 3): (607, 7163), ("banking", 5): (487, 5924), ("banking", 10): (383, 4658),
                 ("stackoverflow", 3): (830, 10140), ("stackoverflow", 5): (686, 8350), ("stackoverflow", 10): (510, 6669)}
 SPLITS = ("train", "dev", "test")
+TABLES = (".csv", ".tsv", ".jsonl", ".json")
+TEXT_NAMES = ("text", "utterance", "message", "query", "question", "sentence", "body", "content", "input", "description")
+LABEL_NAMES = ("label", "intent", "category", "class", "topic", "tag", "target")
+FEWEST_TEXTS = 10
+csv.field_size_limit(2**31 - 1)  # a support ticket may be longer than the csv module's 131,072 characters
 
 
 # ---- what every script shares: one line for a user's mistake, flags from the dataclass, files that appear whole ----
@@ -135,8 +148,17 @@ def write_atomic(path, content):
 
 # ---- the benchmark ----
 
+def own_name(dataset):
+    """What a table of one's own is called in folder names: my_utterances for ~/Inbox/my_utterances.csv or for itself."""
+    path = Path(dataset)
+    name = re.sub(r"[^\w.-]+", "_", path.stem if path.suffix.lower() in TABLES else path.name)
+    return f"{name}_own" if name in CORPORA else name
+
+
 def run_name(dataset, gamma, seed, known_ratio=0.75, labeled_ratio=0.1):
-    """clinc_g10_s0, with _k50 or _l20 behind it when a ratio is not the paper's 75 or 10 percent."""
+    """clinc_g10_s0, with _k50 or _l20 behind it when a ratio is not the paper's 75 or 10 percent; my_utterances_s0."""
+    if dataset not in CORPORA:
+        return f"{own_name(dataset)}_s{seed}"
     name = f"{dataset}_g{gamma:g}_s{seed}"
     if known_ratio != 0.75:
         name += f"_k{100 * known_ratio:g}"
@@ -145,9 +167,7 @@ def run_name(dataset, gamma, seed, known_ratio=0.75, labeled_ratio=0.1):
     return name
 
 
-def check_task(dataset, gamma, seed, known_ratio, labeled_ratio):
-    if dataset not in CORPORA:
-        raise UserError(f"--dataset {dataset} is unknown: choose one of {', '.join(CORPORA)}")
+def check_task(gamma, seed, known_ratio, labeled_ratio):
     if not (gamma >= 1 and math.isfinite(gamma)):
         raise UserError(f"--gamma {gamma:g} is no imbalance ratio: it must be a number >= 1")
     if seed < 0:
@@ -285,25 +305,181 @@ def make_split(rows, gamma, seed, known_ratio, labeled_ratio):
     return texts, labels, names, counts, num_known, labelled
 
 
-def write_run(folder, texts, labels, names, counts, labelled, meta):
-    """Write data/<run>/ whole: into a folder beside it, then one rename."""
+# ---- a table of one's own ----
+
+def open_table(path):
+    return open(path, encoding="utf-8-sig", newline="")
+
+
+def records(file, path):
+    """Yield the rows of an open table as dicts of str, reading on as they are asked for.
+
+    path: its name, whose ending tells .csv, .tsv, .jsonl and .json; anything else holds one text a line.
+    """
+    kind, number, reader = Path(path).suffix.lower(), 0, None
+    try:
+        first = file.readline()
+        if "\0" in first:
+            raise UserError(f"{path} holds a NUL byte: it is not a text file (or not UTF-8)")
+        lines = itertools.chain([first], file)
+        if kind in (".json", ".jsonl"):
+            whole = first.lstrip().startswith("[")
+            for number, row in enumerate(json.loads("".join(lines)) if whole else filter(str.strip, lines), 1):  # noqa: B007
+                row = row if whole else json.loads(row)
+                yield {key: "" if value is None else str(value) for key, value in row.items()}
+        elif kind in TABLES:
+            # A header of one name: no delimiter, so that commas in unquoted texts do no harm (none holds a unit separator).
+            delimiter = "\t" if kind == ".tsv" else max(",;\t|", key=first.count)
+            reader = csv.reader(lines, delimiter=delimiter if delimiter in first else "\x1f", strict=True)
+            columns = [name.strip() for name in next(reader, [])]
+            for row in filter(None, reader):
+                if len(row) != len(columns):
+                    raise UserError(f"{path}, line {reader.line_num}: {len(row)} cell(s), the header has {len(columns)}: a "
+                                    "text that holds the delimiter or a quote must stand in quotes")
+                yield dict(zip(columns, row))
+        else:
+            yield from ({"text": line.rstrip("\r\n")} for line in lines if line)
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: not valid UTF-8; convert the file to UTF-8 first") from None
+    except csv.Error as err:
+        raise UserError(f"{path}, line {reader.line_num}: broken quoting ({err})") from None
+    except (ValueError, AttributeError) as err:
+        raise UserError(f"{path}, row {number}: not a JSON object such as {{\"text\": ..., \"label\": ...}} ({err})") from None
+
+
+def pick_column(path, columns, flag, wanted, usual, fallback):
+    """The name of a column: the one asked for, else the first with a usual name, else fallback."""
+    if wanted and wanted not in columns:
+        raise UserError(f"--{flag} {wanted} is not in {path}: it has {', '.join(columns)}")
+    by_name = {name.lower(): name for name in reversed(columns)}
+    return wanted or next((by_name[name] for name in usual if name in by_name), fallback)
+
+
+def pick_text_column(path, rows, columns, wanted=""):
+    """The column with the texts: the one asked for, one with a usual name, or the one with the most letters in rows."""
+    letters = {name: sum(c.isalpha() for row in rows for c in row.get(name, "")) for name in columns}
+    found = pick_column(path, columns, "text_column", wanted, TEXT_NAMES, max(columns, key=letters.get))
+    if not letters[found]:
+        raise UserError(f"{path} has no column with text (tried {found!r}): name it with --text_column")
+    return found
+
+
+def read_table(path, text_column, label_column):
+    """(texts, labels, text column, label column) of a table, stripped; a label is "" where there is none."""
+    if not path.is_file() or path.suffix.lower() not in TABLES:
+        raise UserError(f"--dataset {path} is unknown: choose one of {', '.join(CORPORA)}, or a file ending in "
+                        f"{', '.join(TABLES)} with a text column")
+    with open_table(path) as file:
+        rows = list(records(file, path))
+    if not rows:
+        raise UserError(f"{path} is empty, or a header without rows: expected a header line and texts")
+    columns = list(dict.fromkeys(key for row in rows for key in row))  # a JSON object may leave a key out
+    text_column = pick_text_column(path, rows[:1000], columns, text_column)
+    unlabelled = label_column == "none"
+    label_column = "" if unlabelled else pick_column(path, [c for c in columns if c != text_column], "label_column",
+                                                     label_column, LABEL_NAMES, "")
+    texts = [row.get(text_column, "").replace("\r\n", "\n").replace("\r", "\n").strip() for row in rows]
+    texts = [text.encode("utf-8", "replace").decode() for text in texts]  # JSON may hold half a surrogate pair
+    labels = [" ".join(row.get(label_column, "").split()) for row in rows]
+    if label_column and not any(labels):
+        raise UserError(f"{path}: column {label_column!r} is empty in every row: pass --label_column none to cluster without "
+                        "labels")
+    if len(set(texts) - {""}) < FEWEST_TEXTS:
+        raise UserError(f"{path} has {len(rows)} row(s) with {len(set(texts) - {''})} different text(s): at least "
+                        f"{FEWEST_TEXTS} are needed")
+    return texts, labels, text_column, label_column
+
+
+def make_own_task(texts, labels, seed, dev_ratio):
+    """A task from a table. Returns (texts, labels, names, row) as write_run takes them; prints what was done with odd rows.
+
+    A text that occurs twice is one training row; row: int64 (table rows,) tells which, -1 for an empty text. The
+    dev texts stay in train as unlabelled rows, so that they count in the transport and are assigned like the others.
+    """
+    votes, counts = {}, {}
+    for text, label in zip(texts, labels):
+        if text:
+            votes.setdefault(text, [])
+            votes[text] += [label] if label else []
+    distinct = list(votes)
+    chosen = [max(found, key=found.count) if found else "" for found in votes.values()]
+    for label in filter(None, chosen):
+        counts[label] = counts.get(label, 0) + 1
+    names = sorted(counts)
+    label = np.array([names.index(c) if c else -1 for c in chosen], dtype=np.int64)
+    rng, dev = np.random.default_rng(seed), []
+    for k in range(len(names)):
+        members = rng.permutation(np.flatnonzero(label == k))
+        if len(members) >= 3:
+            dev.append(members[:max(1, int(dev_ratio * len(members)))] if dev_ratio else members[:0])
+    dev = np.concatenate([np.zeros(0, dtype=np.int64), *dev])
+    place = {text: i for i, text in enumerate(distinct)}
+    row = np.array([place.get(text, -1) for text in texts], dtype=np.int64)
+    train_label = label.copy()
+    train_label[dev] = -1
+
+    empty, conflicts = sum(not text for text in texts), sum(len(set(found)) > 1 for found in votes.values())
+    few = [name for name in names if counts[name] < 3]
+    notes = ((empty, "row(s) without text: kept in assignments.csv, without a cluster"),
+             (len(texts) - empty - len(distinct), "row(s) repeat another's text: each text is learned from once"),
+             (conflicts, "text(s) with more than one label: the most frequent label counts"),
+             (len(few), f"label(s) with fewer than 3 labelled texts ({', '.join(few[:5])}{', ...' if few[5:] else ''}): none "
+              "of these is kept for dev"))
+    for number, note in notes:
+        if number:
+            print(f"{number} {note}")
+    return ({"train": distinct, "dev": [distinct[i] for i in dev], "test": []},
+            {"train": train_label, "dev": label[dev], "test": np.zeros(0, dtype=np.int64)}, names, row)
+
+
+def own_data(args):
+    """main for a table of one's own."""
+    path = Path(args.dataset)
+    if not 0 <= args.dev_ratio < 1:
+        raise UserError(f"--dev_ratio {args.dev_ratio:g} must be 0 or more and below 1")
+    folder = Path(args.data_dir) / run_name(args.dataset, args.gamma, args.seed)
+    asked = {k: getattr(args, k) for k in ("text_column", "label_column", "dev_ratio")}
+    if (folder / "meta.json").exists():
+        meta = read_run(folder)[3]
+        sha = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else meta["raw_sha256"]["table"]
+        if meta["raw_sha256"]["table"] != sha or meta["asked"] != asked:
+            raise UserError(f"{folder} was made from another {path.name} or with other flags: remove {folder} and the folder "
+                            f"{folder.name} in out/, or rename the file")
+        print(f"{folder} is there already, made from the same file: skipped")
+        return
+    texts, labels, text_column, label_column = read_table(path, args.text_column, args.label_column)
+    guessed = "" if args.text_column and args.label_column else "; --text_column and --label_column choose others"
+    print(f"{path}: {len(texts)} rows, texts in column {text_column!r}, "
+          f"{f'labels in column {label_column!r}' if label_column else 'no labels'}{guessed}")
+    texts, labels, names, row = make_own_task(texts, labels, args.seed, args.dev_ratio)
+    labelled = int((labels["train"] >= 0).sum())
+    meta = {"dataset": own_name(args.dataset), "own": True, "seed": args.seed, "asked": asked, "num_classes": 0,
+            "labeled_ratio": max(0.1, labelled / len(texts["train"])), "num_known": len(names), "num_labelled": labelled,
+            "num_unlabelled": len(texts["train"]) - labelled, "num_dev": len(texts["dev"]), "num_test": 0,
+            "num_rows": len(row),
+            "raw_sha256": {"table": hashlib.sha256(path.read_bytes()).hexdigest()}}
+    write_run(folder, texts, labels, names, {"train_row": row}, meta)
+    print(f"{len(names)} known classes, {labelled} labelled texts to learn from, {len(texts['dev'])} more kept for dev, "
+          f"{len(texts['train'])} different texts in all; written to {folder}/")
+
+
+# ---- data/<run>/ ----
+
+def write_run(folder, texts, labels, names, arrays, meta):
+    """Write data/<run>/ whole: into a folder beside it, then one rename. labels["train"]: -1 where hidden."""
     part = folder.with_name(folder.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
-    train_label = np.where(labelled, labels["train"], -1)  # hidden labels go to train_truth.npy and nowhere else
     try:
         (part / "labels.txt").write_text("".join(name + "\n" for name in names), encoding="utf-8")
         for split in SPLITS:
             with open(part / f"{split}.tsv", "w", encoding="utf-8", newline="") as f:
                 out = csv.writer(f, delimiter="\t", lineterminator="\n")
                 out.writerow(["text", "label"])
-                shown = train_label if split == "train" else labels[split]
-                out.writerows((text, names[k] if k >= 0 else "") for text, k in zip(texts[split], shown))
-        np.save(part / "train_label.npy", train_label)
-        np.save(part / "train_truth.npy", labels["train"])
-        np.save(part / "dev_label.npy", labels["dev"])
-        np.save(part / "test_label.npy", labels["test"])
-        np.save(part / "class_counts.npy", counts)
+                out.writerows((text, names[k] if k >= 0 else "") for text, k in zip(texts[split], labels[split]))
+            np.save(part / f"{split}_label.npy", labels[split])
+        for name, values in arrays.items():
+            np.save(part / f"{name}.npy", values)
         write_atomic(part / "meta.json", json.dumps(meta, indent=1) + "\n")
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(part, folder)
@@ -321,7 +497,7 @@ def read_run(folder, **task):
     try:
         meta = json.loads((folder / "meta.json").read_text())
         for key, value in task.items():
-            if meta[key] != value:
+            if meta.get(key, value) != value:  # a table of one's own has no gamma and no known ratio
                 raise UserError(f"{folder} was made with {key} {meta[key]}, not {value}: remove it and {remake}")
         texts = {}
         for split in SPLITS:
@@ -340,6 +516,16 @@ def read_run(folder, **task):
     return texts, labels, names, meta
 
 
+def open_run(args):
+    """(run, data folder, texts, labels, names, meta) of the task that a script's Args name; see read_run."""
+    check_task(args.gamma, args.seed, args.known_ratio, args.labeled_ratio)
+    run = run_name(args.dataset, args.gamma, args.seed, args.known_ratio, args.labeled_ratio)
+    own = args.dataset not in CORPORA
+    task = {"dataset": own_name(args.dataset), "seed": args.seed} if own else {
+        k: getattr(args, k) for k in ("dataset", "gamma", "seed", "known_ratio", "labeled_ratio")}
+    return run, Path(args.data_dir) / run, *read_run(Path(args.data_dir) / run, **task)
+
+
 def print_table_row(meta):
     """The row of the paper's Table 1 for this split, with the paper's own row under it where it has one."""
     print(f"{CORPORA[meta['dataset']][0]}, gamma {meta['gamma']:g}, seed {meta['seed']}")
@@ -352,7 +538,10 @@ def print_table_row(meta):
 
 
 def main(args):
-    check_task(args.dataset, args.gamma, args.seed, args.known_ratio, args.labeled_ratio)
+    check_task(args.gamma, args.seed, args.known_ratio, args.labeled_ratio)
+    if args.dataset not in CORPORA:
+        own_data(args)
+        return
     folder = Path(args.data_dir) / run_name(args.dataset, args.gamma, args.seed, args.known_ratio, args.labeled_ratio)
     task = {k: v for k, v in asdict(args).items() if k in ("dataset", "gamma", "seed", "known_ratio", "labeled_ratio")}
     if (folder / "meta.json").exists():
@@ -374,7 +563,9 @@ def main(args):
     meta = {**task, "num_classes": len(names), "num_known": num_known, "num_labelled": int(labelled.sum()),
             "num_unlabelled": int((~labelled).sum()), "num_dev": len(texts["dev"]), "num_test": len(texts["test"]),
             "raw_sha256": sha}
-    write_run(folder, texts, labels, names, counts, labelled, meta)
+    truth = labels["train"]  # goes to train_truth.npy and nowhere else
+    labels["train"] = np.where(labelled, truth, -1)
+    write_run(folder, texts, labels, names, {"train_truth": truth, "class_counts": counts}, meta)
     print_table_row(meta)
     print(f"written to {folder}/")
 

@@ -24,12 +24,12 @@ from torch.nn.functional import cross_entropy, normalize, softplus
 from tqdm import tqdm
 
 from encoder import Encoder, pick_dtype
-from make_lt_data import UserError, check_task, read_run, run_name, run_script, write_atomic
+from make_lt_data import UserError, open_run, run_script, write_atomic
 
 
 @dataclass
 class Args:
-    dataset: str = "clinc"  # as given to make_lt_data.py
+    dataset: str = "clinc"  # as given to make_lt_data.py; of a table of your own, the file's name is enough
     gamma: float = 10.0  # as given to make_lt_data.py
     seed: int = 0  # as given to make_lt_data.py; also draws batches, masks and dropout
     known_ratio: float = 0.75  # as given to make_lt_data.py
@@ -38,6 +38,7 @@ class Args:
     out_dir: str = "out"  # where out/<run>/ is written
     encoder: str = "bert-base-uncased"  # the paper's (Sec. 4.1), minilm, a local folder, or a hub name
     epochs: int = 30  # at most; the paper does not say
+    max_steps: int = 1200  # no new epoch after so many batches: a large corpus needs fewer epochs
     patience: int = 20  # epochs without a better dev result after which it stops (Appendix D)
     select: str = "loss"  # what is best on dev: loss (cross-entropy), or accuracy as in the paper; see README
     lr: float = 5e-5  # AdamW (Appendix D)
@@ -126,13 +127,6 @@ def load_trained(module, state):
 
 # ---- what the pre-trained features give by themselves: K, the first centres, the k-means rows ----
 
-def estimate_num_classes(z, num_known, max_classes, min_cluster, seed):
-    """Appendix E: k-means with K' clusters on the features z (N, H); the clusters with at least t rows are counted."""
-    K = min(max_classes or 3 * num_known, len(z))
-    sizes = np.bincount(KMeans(K, n_init=1, random_state=seed).fit_predict(z.cpu().numpy()), minlength=K)
-    return max(int((sizes >= (min_cluster or len(z) / K / 2)).sum()), num_known)
-
-
 def semi_supervised_kmeans(x, label, K, num_known, seed, n_init=10):
     """k-means with the labelled rows held in their classes (GCD's). x: (N, H). label: (N,), -1 unlabelled. Returns centres.
 
@@ -188,7 +182,7 @@ def mixture_step(x, held, label, total, log_share, kappa, label_weight):
     return (share.to(x.dtype).T @ x).float(), log_share, likelihood, objective
 
 
-def seed_centres(x, label, K, num_known, kappa, label_weight, swaps, seed):
+def seed_centres(x, label, K, num_known, kappa, label_weight, swaps, seed, quiet=False):
     """Unit centres (K, H) to start the cluster head from: known classes from their labelled rows, novel ones discovered.
 
     A mixture with learned class shares, so that a large class is not split to even out sizes. Each labelled row stands for
@@ -219,7 +213,7 @@ def seed_centres(x, label, K, num_known, kappa, label_weight, swaps, seed):
 
     uniform, missed, unlabelled = -math.log(K), None, fast[free]
     now = settle(fast, total, torch.full((K,), uniform, device=x.device), 20)
-    for _ in tqdm(range(swaps if K > num_known else 0), desc="seeding", disable=not sys.stderr.isatty(), leave=False):
+    for _ in tqdm(range(swaps if K > num_known else 0), desc="seeding", disable=quiet or not sys.stderr.isatty(), leave=False):
         if missed is None:  # what the log-likelihood loses without each centre
             share = mixture_score(fast, now[0], now[1], kappa).softmax(1)
             missed = -torch.log1p(-share.clamp_max(1 - 1e-6)).sum(0)
@@ -233,6 +227,67 @@ def seed_centres(x, label, K, num_known, kappa, label_weight, swaps, seed):
         if moved[3] > now[3]:
             now, missed = moved, None
     return normalize(settle(x, now[0], now[1], 30)[0], dim=1)
+
+
+def appendix_e(z, num_known, max_classes, min_cluster, seed):
+    """The paper's Appendix E: k-means with K' clusters on the features z (N, H); the clusters with at least t rows count."""
+    K = min(max_classes or 3 * num_known, len(z))
+    sizes = np.bincount(KMeans(K, n_init=1, random_state=seed).fit_predict(z.cpu().numpy()), minlength=K)
+    return max(int((sizes >= (min_cluster or len(z) / K / 2)).sum()), num_known)
+
+
+def splits_and_merges(z, label, dev_z, dev_label, K, args_of_seeding, seed):
+    """B-cubed recall and precision of known classes that were hidden from a seeding with K centres.
+
+    Every known class is hidden once, a quarter of them at a time. z: (N, H), label: (N,), -1 unlabelled; dev_z, dev_label: the
+    labelled rows that the seeding never sees. Recall is the share of a row's class that is in its cluster, precision the
+    share of its cluster that is of its class, both over labelled and dev rows, itself left out; the mean over hidden rows.
+    """
+    num_known, generator = int(label.max()) + 1, torch.Generator().manual_seed(seed)
+    rows, truth = torch.cat([z[label >= 0], dev_z]), torch.cat([label[label >= 0], dev_label])
+    held = torch.arange(len(rows), device=z.device) < (label >= 0).sum()
+    found = []
+    for fold in torch.randperm(num_known, generator=generator).to(z.device).chunk(4):
+        visible = torch.full((num_known + 1,), True, device=z.device)  # the last entry stands for -1
+        visible[fold] = visible[-1] = False
+        renamed = torch.where(visible, visible.cumsum(0) - 1, -1)
+        centre = seed_centres(z, renamed[label], K, int(visible.sum()), *args_of_seeding, seed, quiet=True)
+        cluster = torch.where(held & visible[truth], renamed[truth], (rows @ centre.T).argmax(1))
+        together = torch.zeros(num_known, K, device=z.device)
+        together.index_put_((truth, cluster), torch.ones(len(rows), device=z.device), accumulate=True)
+        others = [together.sum(1)[truth] - 1, together.sum(0)[cluster] - 1]  # of its class, of its cluster
+        same = together[truth, cluster] - 1
+        found += [(same / n)[torch.isin(truth, fold) & (n > 0)] for n in others]
+    return torch.cat(found[::2]).mean().item(), torch.cat(found[1::2]).mean().item()
+
+
+def estimate_num_classes(z, label, dev_z, dev_label, args_of_seeding, seed):
+    """The number of classes at which known classes, had they been hidden, are split as often as they are merged.
+
+    With too few centres a hidden class shares its cluster (precision is low), with too many it is torn (recall is low);
+    where the two meet the number is right on average for the known classes, hence for the unknown ones, which differ from
+    them in nothing but that nobody labelled them. K is searched on a geometric grid and read off a straight line through
+    the four values around the crossing.
+    """
+    num_known, balance = int(label.max()) + 1, {}
+
+    def measure(step):
+        K = round(num_known * 1.15 ** step)
+        recall, precision = splits_and_merges(z, label, dev_z, dev_label, K, args_of_seeding, seed)
+        balance[step] = recall - precision
+        return balance[step]
+
+    step = 2
+    if measure(step) > 0:  # classes are merged: more centres
+        while 1.15 ** step * num_known < len(z) / 4 and measure(step := step + 1) > 0:
+            pass
+    else:
+        while step > 0 and measure(step := step - 1) <= 0:
+            pass
+    near = sorted(balance, key=lambda s: abs(balance[s]))[:4]
+    slope, height = np.polyfit(near, [balance[s] for s in near], 1) if len(near) > 1 else (0, 0)
+    crossing = -height / slope if slope < 0 else near[0]
+    return max(num_known, round(num_known * 1.15 ** min(max(crossing, min(near) - 1), max(near) + 1)))
 
 
 def kmeans_rows(raw, pretrained, label, K, num_known, seed):
@@ -252,17 +307,23 @@ def kmeans_rows(raw, pretrained, label, K, num_known, seed):
 # ---- pre-training ----
 
 def train_epoch(encoder, classifier, optimizer, hidden, masked, target, label, args, epoch):
-    """One pass over all rows in random order, a labelled batch beside every batch. Returns mean CE and mean MLM loss."""
+    """One pass over all rows in random order, a labelled batch beside every batch. Returns mean CE and mean MLM loss.
+
+    Without a labelled row there is no cross-entropy.
+    """
     generator = seed_epoch(args.seed, epoch)
     encoder.train()
     labelled = torch.where(label >= 0)[0]
     batches = torch.randperm(len(hidden), generator=generator).to(encoder.device).split(args.batch_size)
     sums = torch.zeros(2)
     for step, rows in enumerate(batches, 1):
-        drawn = labelled[torch.randint(len(labelled), (min(args.labeled_batch_size, len(labelled)),), generator=generator)]
-        z = normalize(encoder.features(hidden, drawn), dim=1)
-        ce = cross_entropy(z @ normalize(classifier, dim=1).T / args.temperature, label[drawn])
-        mlm = encoder.mlm_loss(masked, rows, target) if not args.no_mlm else torch.zeros((), device=encoder.device)
+        drawn, ce, mlm = rows[:0], *torch.zeros(2, device=encoder.device)
+        if len(labelled):
+            drawn = labelled[torch.randint(len(labelled), (min(args.labeled_batch_size, len(labelled)),), generator=generator)]
+            z = normalize(encoder.features(hidden, drawn), dim=1)
+            ce = cross_entropy(z @ normalize(classifier, dim=1).T / args.temperature, label[drawn])
+        if not args.no_mlm:
+            mlm = encoder.mlm_loss(masked, rows, target)
         loss = ce + mlm
         if not torch.isfinite(loss):
             raise UserError(f"the loss is {loss.item()} in epoch {epoch}, step {step} of {len(batches)}, at lr {args.lr}, "
@@ -277,29 +338,28 @@ def train_epoch(encoder, classifier, optimizer, hidden, masked, target, label, a
 
 
 def dev_result(encoder, classifier, hidden, label, temperature):
-    """Cross-entropy and accuracy in percent on dev, known classes only."""
+    """Cross-entropy and accuracy in percent on dev, known classes only; NaN without dev rows."""
+    if len(label) == 0:
+        return math.nan, math.nan
     z = normalize(encoder.all_features(hidden), dim=1)
     logits = z @ normalize(classifier.detach(), dim=1).T / temperature
     return float(cross_entropy(logits, label)), 100 * float((logits.argmax(1) == label).float().mean())
 
 
 def main(args):
-    check_task(args.dataset, args.gamma, args.seed, args.known_ratio, args.labeled_ratio)
-    run = run_name(args.dataset, args.gamma, args.seed, args.known_ratio, args.labeled_ratio)
-    data, out = Path(args.data_dir) / run, Path(args.out_dir) / run
-    texts, labels, _, meta = read_run(data, dataset=args.dataset, gamma=args.gamma, seed=args.seed,
-                                      known_ratio=args.known_ratio, labeled_ratio=args.labeled_ratio)
+    run, data, texts, labels, _, meta = open_run(args)
+    out = Path(args.out_dir) / run
     if args.select not in ("loss", "accuracy"):
         raise UserError(f"--select {args.select} is unknown: choose loss or accuracy")
     for flag in ("epochs", "patience", "lr", "head_lr", "batch_size", "labeled_batch_size", "temperature", "mask_epochs",
-                 "max_length", "cache_gb"):
+                 "max_length", "max_steps", "cache_gb"):
         if not getattr(args, flag) > 0:
             raise UserError(f"--{flag} {getattr(args, flag)} must be above 0")
     device = pick_device(args.device)
     dtype = pick_dtype(args.dtype, device)
     config = {k: v for k, v in asdict(args).items()
               if k not in ("data_dir", "out_dir", "cache_gb", "restart", "device", "dtype")}
-    config |= {"data": data_fingerprint(data), "dtype": str(dtype).split(".")[1]}
+    config |= {"dataset": meta["dataset"], "data": data_fingerprint(data), "dtype": str(dtype).split(".")[1]}
     done, part = out / "pretrain.pt", out / "pretrain_part.pt"
     found = load_checkpoint(done)
     if found and same_config(found["config"], config, done, args.restart):
@@ -322,6 +382,7 @@ def main(args):
         return {"last_layer": trained_state(encoder.last_layer), "mlm_head": trained_state(encoder.mlm_head),
                 "classifier": classifier.detach().cpu().clone()}
 
+    epochs = min(args.epochs, math.ceil(args.max_steps / math.ceil(len(label) / args.batch_size)))
     epoch, log, best = 0, [], {"epoch": 0}
     found = load_checkpoint(part)
     if found and same_config(found["config"], config, part, args.restart):
@@ -335,8 +396,8 @@ def main(args):
 
     out.mkdir(parents=True, exist_ok=True)
     masked = target = None
-    with tqdm(total=args.epochs, initial=epoch, desc="pre-training", disable=not sys.stderr.isatty()) as bar:
-        while epoch < args.epochs and epoch - best["epoch"] < args.patience:
+    with tqdm(total=epochs, initial=epoch, desc="pre-training", disable=not sys.stderr.isatty()) as bar:
+        while epoch < epochs and epoch - best["epoch"] < args.patience:
             if not args.no_mlm and (masked is None or epoch % args.mask_epochs == 0):
                 drawing = torch.Generator().manual_seed(args.seed + 7919 * (epoch // args.mask_epochs + 1))
                 masked, target = encoder.mask_tokens(tokens["train"], drawing)
@@ -345,7 +406,7 @@ def main(args):
             ce, mlm = train_epoch(encoder, classifier, optimizer, hidden["train"], masked, target, label, args, epoch)
             loss, accuracy = dev_result(encoder, classifier, hidden["dev"], dev_label, args.temperature)
             log.append({"epoch": epoch, "ce": ce, "mlm": mlm, "dev_loss": loss, "dev_accuracy": accuracy})
-            better = best["epoch"] == 0 or (
+            better = best["epoch"] == 0 or len(dev_label) == 0 or (
                 loss < best["dev_loss"] if args.select == "loss" else accuracy > best["dev_accuracy"])
             if better:
                 best = {**state(), **log[-1]}

@@ -1,51 +1,75 @@
 #!/usr/bin/env bash
-# The whole pipeline for one dataset:   bash run_all.sh DATASET GAMMA [flags for train_imbanid.py]
+# The whole pipeline, for a benchmark or for a table of your own:
 #
-#   bash run_all.sh demo 10                                     the bundled corpus, under 2 minutes on 2 cores
+#   bash run_all.sh DATASET GAMMA [flags for train_imbanid.py]
+#   bash run_all.sh TABLE [flags]                               a .csv, .tsv or .jsonl file, see README
+#
+#   bash run_all.sh demo 10                                     the bundled corpus, about 2 minutes on 2 cores
 #   SEEDS="0 1 2" bash run_all.sh clinc 10                      the paper's setting: BERT, three seeds, mean and deviation
 #   ENCODER=minilm RAW_DIR=~/corpora bash run_all.sh banking 5 --omega 0.3 --tag omega0.3
+#   bash run_all.sh my_utterances.csv --text_column message --label_column intent --num_classes 40
 #
-# Environment: SEED (0) or SEEDS, ENCODER (minilm for demo, else bert-base-uncased), NPROC processes for training (1),
-# RAW_DIR (empty: download), KNOWN_RATIO (0.75). A stage that is done already is skipped, and says so.
+# Environment: SEED (0) or SEEDS, ENCODER (minilm for demo and tables, else bert-base-uncased), NPROC processes for training
+# (1), RAW_DIR (empty: download), KNOWN_RATIO (0.75). A stage that is done already is skipped, and says so.
 set -euo pipefail
 raw=${RAW_DIR:-}
 if [ -n "$raw" ]; then raw=$(realpath -m "$raw"); fi
-cd "$(dirname "$0")"
-
-if [ $# -lt 2 ] || [ "${2:0:2}" = "--" ]; then
+usage() {
     echo "usage: bash run_all.sh DATASET GAMMA [flags for train_imbanid.py]      DATASET: clinc, banking, stackoverflow or demo" >&2
+    echo "       bash run_all.sh TABLE [flags]                                   TABLE: a .csv, .tsv or .jsonl file" >&2
     exit 2
+}
+if [ $# -lt 1 ]; then usage; fi
+dataset=$1 gamma=10 own=
+case "$dataset" in *.csv | *.tsv | *.jsonl | *.json | *.CSV | *.TSV | *.JSONL | *.JSON) own=yes dataset=$(realpath -m "$dataset") ;; esac
+shift
+if [ -z "$own" ]; then
+    if [ $# -lt 1 ] || [ "${1:0:2}" = "--" ]; then usage; fi
+    gamma=$1
+    shift
 fi
-dataset=$1 gamma=$2
-shift 2
+cd "$(dirname "$0")"
 seeds=${SEEDS:-${SEED:-0}}
 nproc=${NPROC:-1}
-if [ "$dataset" = demo ]; then encoder=${ENCODER:-minilm}; else encoder=${ENCODER:-bert-base-uncased}; fi
+if [ "$dataset" = demo ] || [ -n "$own" ]; then encoder=${ENCODER:-minilm}; else encoder=${ENCODER:-bert-base-uncased}; fi
 launch=(python)
 if [ "$nproc" != 1 ]; then launch=(torchrun --standalone --nproc_per_node "$nproc"); fi
 
-tag=
-for ((i = 1; i <= $#; i++)); do
-    case "${!i}" in
-        --tag) next=$((i + 1)) && tag=_${!next:-} ;;
-        --tag=*) tag=_${!i#--tag=} ;;
+# The flags of the first and the last stage are picked out, the others are train_imbanid.py's.
+tag= make=() name=() train=()
+while [ $# -gt 0 ]; do
+    value=("${@:2:1}")
+    case "$1" in
+        --text_column | --label_column | --dev_ratio) make+=("$1" "${value[@]}") && shift ;;
+        --text_column=* | --label_column=* | --dev_ratio=*) make+=("$1") ;;
+        --name_command) name+=("$1" "${value[@]}") && shift ;;
+        --name_command=*) name+=("$1") ;;
+        --tag) tag=_${value[0]:-} train+=("$1" "${value[@]}") && shift ;;
+        --tag=*) tag=_${1#--tag=} train+=("$1") ;;
         --dataset* | --gamma* | --seed* | --known_ratio* | --labeled_ratio* | --data_dir* | --out_dir*)
-            echo "run_all.sh: ${!i} belongs to every stage: pass DATASET GAMMA, SEED or SEEDS, KNOWN_RATIO, or run the scripts one by one" >&2
+            echo "run_all.sh: $1 belongs to every stage: pass DATASET GAMMA, SEED or SEEDS, KNOWN_RATIO, or run the scripts one by one" >&2
             exit 2 ;;
+        *) train+=("$1") ;;
     esac
+    if [ $# -gt 0 ]; then shift; fi
 done
 
 folders=()
 for seed in $seeds; do
     task=(--dataset "$dataset" --gamma "$gamma" --seed "$seed" --known_ratio "${KNOWN_RATIO:-0.75}")
-    # raw corpus -> data/<run>/
-    python make_lt_data.py "${task[@]}" --raw_dir "$raw"
+    # raw corpus or table -> data/<run>/
+    python make_lt_data.py "${task[@]}" --raw_dir "$raw" ${make[@]+"${make[@]}"}
     # data/<run>/ -> out/<run>/pretrain.pt
     python pretrain.py "${task[@]}" --encoder "$encoder"
     # data/<run>/ and out/<run>/pretrain.pt -> out/<run>/results.json and what belongs to it
-    "${launch[@]}" train_imbanid.py "${task[@]}" "$@"
-    run=$(python -c "import make_lt_data as m; print(m.run_name('$dataset', float('$gamma'), $seed, float('${KNOWN_RATIO:-0.75}')))")
+    "${launch[@]}" train_imbanid.py "${task[@]}" ${train[@]+"${train[@]}"}
+    run=$(python -c "import sys, make_lt_data as m; print(m.run_name(sys.argv[1], float('$gamma'), $seed, float('${KNOWN_RATIO:-0.75}')))" "$dataset")
     folders+=("out/$run$tag")
+    if [ -n "$own" ]; then
+        # out/<run>/ -> clusters.csv, assignments.csv, then the figures and report.html
+        python predict.py "out/$run$tag" ${name[@]+"${name[@]}"}
+        python figures.py "out/$run$tag"
+    fi
 done
 # out/<run>/results.json of every seed -> mean and standard deviation on screen
-python figures.py mean "${folders[@]}"
+if [ -z "$own" ]; then python figures.py mean "${folders[@]}"; fi

@@ -2,7 +2,8 @@
 
 Reads   data/<run>/            (make_lt_data.py; train_truth.npy only for the metrics printed at the end)
         out/<run>/pretrain.pt  (pretrain.py)
-Writes  out/<run>/  last.pt  pseudo_label.npy confidence.npy beta.npy test_feature.npy test_pred.npy log.jsonl results.json
+Writes  out/<run>/  last.pt  pseudo_label.npy confidence.npy beta.npy train_feature.npy log.jsonl results.json
+        and of a benchmark, which has a test set, test_feature.npy test_pred.npy
         kmeans_<K>.npy (the k-means rows of results.json, kept for other tags); with --tag TAG in out/<run>_TAG/
 
     python train_imbanid.py --dataset clinc --gamma 10 --seed 0
@@ -35,9 +36,10 @@ from tqdm import tqdm
 
 from encoder import Encoder, pick_dtype
 from losses import class_wise_loss, contrastive_objective, instance_wise_loss, select_clean
-from make_lt_data import UserError, check_task, read_run, run_name, run_script, write_atomic
+from make_lt_data import UserError, open_run, run_script, write_atomic
 from metrics import cluster_metrics
 from pretrain import (
+    appendix_e,
     data_fingerprint,
     estimate_num_classes,
     kmeans_rows,
@@ -55,7 +57,7 @@ from rot import moving_average_marginal, relaxed_ot
 
 @dataclass
 class Args:
-    dataset: str = "clinc"  # as given to make_lt_data.py
+    dataset: str = "clinc"  # as given to make_lt_data.py; of a table of your own, the file's name is enough
     gamma: float = 10.0  # as given to make_lt_data.py
     seed: int = 0  # as given to make_lt_data.py; also draws seedings, batches, replaced tokens and dropout
     known_ratio: float = 0.75  # as given to make_lt_data.py
@@ -63,9 +65,9 @@ class Args:
     data_dir: str = "data"  # where make_lt_data.py wrote
     out_dir: str = "out"  # where pretrain.py wrote; results go to out/<run>/
     tag: str = ""  # write to out/<run>_<tag>/ instead, starting from the same pretrain.pt
-    num_classes: str = "true"  # K: true (the benchmark's), auto (Appendix E), or a number
-    max_classes: int = 0  # K' of Appendix E, for auto; 0: three times the known classes
-    min_cluster: int = 0  # t of Appendix E, for auto; 0: half the mean cluster size N / K'
+    num_classes: str = ""  # K: true (the benchmark's), auto (estimated), appendix_e, a number; empty: true where it is known
+    max_classes: int = 0  # K' of Appendix E; 0: three times the known classes
+    min_cluster: int = 0  # t of Appendix E; 0: half the mean cluster size N / K'
     pseudo_label: str = "rot"  # rot, or Sec. 4.3's cot (beta uniform), eot (KL(beta || uniform)), mot (moving average)
     mu: float = 0.9  # moving average of mot (Sec. 4.3); the paper does not say
     lambda1: float = 0.05  # entropic weight of the transport (Appendix F)
@@ -83,11 +85,12 @@ class Args:
     replace_rate: float = 0.25  # tokens replaced in the augmented view (CLNN's)
     view_epochs: int = 2  # epochs that share one augmented view of the corpus, since the trunk has to run for each
     epochs: int = 6  # the paper does not say
+    max_steps: int = 400  # no new epoch after so many batches: a large corpus needs fewer epochs
     lr: float = 5e-5  # AdamW, last layer
     head_lr: float = 5e-4  # AdamW, cluster head
     batch_size: int = 512  # rows, over all processes (Sec. 4.1)
     kappa: float = 30.0  # concentration of the mixture that seeds the head's novel rows; not in the paper
-    label_weight: float = 0.0  # rows a labelled row counts for in that mixture; 0: 1 / labeled_ratio
+    label_weight: float = 0.0  # rows a labelled row counts for in that mixture; 0: 1 / labeled_ratio (own table: at most 10)
     swaps: int = 300  # relocations of a novel centre that the seeding tries
     no_cache: bool = False  # run the frozen trunk for every batch anew: slow, to compare with
     cache_gb: float = 8.0  # hidden states larger than this lie in a memory-mapped file in out/<run>/ while it runs
@@ -240,6 +243,10 @@ def save_results(out, results):
 
 
 def print_results(results, out):
+    if "own" in results:
+        print(f"\n{results['dataset']}: {results['num_rows']} rows, {results['num_known']} known classes and "
+              f"{results['num_classes'] - results['num_known']} new ones, in {out}/; python predict.py {out} names them")
+        return
     print(f"\n{results['dataset']}, gamma {results['gamma']:g}, seed {results['seed']}, encoder {results['encoder']}, "
           f"K {results['num_classes']}; test, percent")
     columns = list(results["test"])
@@ -256,21 +263,32 @@ def print_results(results, out):
           "confidence.npy, beta.npy")
 
 
-def resolve_num_classes(args, z, meta, rank):
-    """--num_classes as a number; auto looks at the pre-trained features z of all rows (on process 0)."""
-    if args.num_classes == "true":
+def seeding(args, meta):
+    """The settings of seed_centres."""
+    return args.kappa, args.label_weight or 1 / meta["labeled_ratio"], args.swaps
+
+
+def resolve_num_classes(args, z, label, meta, rank):
+    """--num_classes as a number; it is estimated on process 0. z: {"train", "dev"} pre-trained features; label: likewise."""
+    wanted = args.num_classes or ("true" if meta["num_classes"] else "auto")
+    if wanted == "true" and meta["num_classes"]:
         return meta["num_classes"]
-    if args.num_classes == "auto":
-        K = torch.zeros(1, dtype=torch.int64, device=z.device)
+    if wanted in ("auto", "appendix_e"):
+        K = torch.zeros(1, dtype=torch.int64, device=z["train"].device)
         if rank == 0:
-            K += estimate_num_classes(z, meta["num_known"], args.max_classes, args.min_cluster, args.seed)
-            print(f"estimated K {int(K)} (the benchmark has {meta['num_classes']})")
+            K += (appendix_e(z["train"], meta["num_known"], args.max_classes, args.min_cluster, args.seed)
+                  if wanted == "appendix_e" else
+                  estimate_num_classes(z["train"], label["train"], z["dev"], label["dev"], seeding(args, meta), args.seed))
+            print(f"estimated number of classes: {int(K)}" + (
+                f" (the benchmark has {meta['num_classes']})" if meta["num_classes"] else "; --num_classes sets it"))
         return int(sum_over_ranks(K))
-    most = min(meta["num_test"], meta["num_known"] + meta["num_unlabelled"])  # k-means is fitted on either
-    if not args.num_classes.isdecimal() or not meta["num_known"] <= int(args.num_classes) <= most:
-        raise UserError(f"--num_classes {args.num_classes}: pass true, auto, or a number from {meta['num_known']} (the known "
-                        f"classes) to {most} (as many as there are rows for)")
-    return int(args.num_classes)
+    most = meta["num_known"] + meta["num_unlabelled"]
+    if "own" not in meta:
+        most = min(most, meta["num_test"])  # k-means is fitted on either
+    if not wanted.isdecimal() or not max(1, meta["num_known"]) <= int(wanted) <= most:
+        raise UserError(f"--num_classes {wanted}: pass true (on a benchmark), auto, appendix_e, or a number from "
+                        f"{max(1, meta['num_known'])} (the known classes) to {most} (as many as there are rows for)")
+    return int(wanted)
 
 
 def evaluate(args, z, head, pseudo_label, data, labels, meta, kmeans_file):
@@ -294,10 +312,10 @@ def evaluate(args, z, head, pseudo_label, data, labels, meta, kmeans_file):
 
 
 def check_flags(args):
-    check_task(args.dataset, args.gamma, args.seed, args.known_ratio, args.labeled_ratio)
     if args.pseudo_label not in ("rot", "cot", "eot", "mot"):
         raise UserError(f"--pseudo_label {args.pseudo_label} is unknown: choose rot, cot, eot or mot")
-    for flag in ("batch_size", "epochs", "view_epochs", "tau", "temperature", "lambda1", "lr", "head_lr", "kappa", "cache_gb"):
+    for flag in ("batch_size", "epochs", "max_steps", "view_epochs", "tau", "temperature", "lambda1", "lr", "head_lr", "kappa",
+                 "cache_gb"):
         if not 0 < getattr(args, flag) < math.inf:
             raise UserError(f"--{flag} {getattr(args, flag)} must be a number above 0")
     for flag in ("lambda2", "label_weight", "swaps", "max_classes", "min_cluster"):
@@ -314,11 +332,9 @@ def check_flags(args):
 
 def main(args):
     check_flags(args)
-    run = run_name(args.dataset, args.gamma, args.seed, args.known_ratio, args.labeled_ratio)
-    data, base = Path(args.data_dir) / run, Path(args.out_dir) / run
+    run, data, texts, labels, _, meta = open_run(args)
+    base = Path(args.out_dir) / run
     out = base.with_name(f"{run}_{args.tag}") if args.tag else base
-    texts, labels, _, meta = read_run(data, dataset=args.dataset, gamma=args.gamma, seed=args.seed,
-                                      known_ratio=args.known_ratio, labeled_ratio=args.labeled_ratio)
     pre = load_checkpoint(base / "pretrain.pt")
     if pre is None:
         raise UserError(f"{base}/pretrain.pt is missing: run pretrain.py for {run} first")
@@ -326,7 +342,7 @@ def main(args):
         raise UserError(f"{base}/pretrain.pt was trained on other data than {data} holds now: run pretrain.py --restart")
     config = {k: v for k, v in asdict(args).items()
               if k not in ("data_dir", "out_dir", "cache_gb", "restart", "device", "dtype", "tag")}
-    config["pretrain"] = pre["config"]
+    config |= {"dataset": meta["dataset"], "pretrain": pre["config"]}
     if (out / "results.json").exists():
         try:
             results = json.loads((out / "results.json").read_text())
@@ -367,22 +383,21 @@ def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, 
     hidden |= {s: encoder.cache(encoder.tokenize(texts[s]), f"reading {s}") for s in ("dev", "test")} if rank == 0 else {}
 
     def unit_features():
-        """Of this process's test rows and of all training rows: (., H), unit length."""
-        z = {split: normalize(encoder.all_features(hidden[split]), dim=1) for split in ("train", "test") if split in hidden}
+        """Of this process's dev and test rows and of all training rows: (., H), unit length."""
+        z = {split: normalize(encoder.all_features(hidden[split]), dim=1) for split in hidden}
         return z | {"train": gather_rows(z["train"], N)}
 
     z = {"raw": unit_features()}
     load_trained(encoder.last_layer, pre["last_layer"])
     z["pretrained"] = unit_features()
-    K = resolve_num_classes(args, z["pretrained"]["train"], meta, rank)
+    K = resolve_num_classes(args, z["pretrained"], label, meta, rank)
     lap("features")
 
     # The cluster head: K unit rows, known classes first. Process 0 seeds it, the others receive it.
     head = torch.zeros(K, encoder.hidden_size, device=device)
     if rank == 0:
         out.mkdir(parents=True, exist_ok=True)
-        head += seed_centres(z["pretrained"]["train"], label["train"], K, meta["num_known"], args.kappa,
-                             args.label_weight or 1 / args.labeled_ratio, args.swaps, args.seed)
+        head += seed_centres(z["pretrained"]["train"], label["train"], K, meta["num_known"], *seeding(args, meta), args.seed)
     head = nn.Parameter(sum_over_ranks(head))
     lap("seeding")
 
@@ -394,13 +409,18 @@ def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, 
     seconds["train"] += before
     if rank > 0:
         return
-    scores, pred = evaluate(args, z, head.detach(), pseudo_label, data, labels, meta, base / f"kmeans_{K}.npy")
+    arrays = {"pseudo_label": pseudo_label, "confidence": confidence, "beta": transport.beta.cpu().numpy(),
+              "train_feature": z["final"]["train"].half().cpu().numpy()}
+    if "own" in meta:  # nobody knows the truth
+        scores = {"own": True, **{k: meta[k] for k in ("num_rows", "num_known", "num_labelled", "num_dev")}}
+    else:
+        scores, arrays["test_pred"] = evaluate(args, z, head.detach(), pseudo_label, data, labels, meta,
+                                               base / f"kmeans_{K}.npy")
+        arrays["test_feature"] = z["final"]["test"].cpu().numpy()
     lap("evaluate")
-    arrays = {"pseudo_label": pseudo_label, "confidence": confidence, "beta": transport.beta.cpu().numpy(), "test_pred": pred,
-              "test_feature": z["final"]["test"].cpu().numpy()}
     for name, value in arrays.items():
         write_atomic(out / f"{name}.npy", lambda f, value=value: np.save(f, value))
-    results = {"dataset": args.dataset, "gamma": args.gamma, "seed": args.seed, "method": "imbanid", "tag": args.tag,
+    results = {"dataset": meta["dataset"], "gamma": meta.get("gamma"), "seed": args.seed, "method": "imbanid", "tag": args.tag,
                "encoder": pre["config"]["encoder"], "epochs": epoch, **scores, "num_classes": K, "processes": world,
                "seconds": seconds, "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
                "config": config, "commit": commit(), "versions": versions()}
@@ -415,10 +435,11 @@ def run_epochs(args, encoder, head, tokens, hidden, label, out, config, rank, wo
     """
     N, K, labelled = len(label["train"]), len(head), label["train"] >= 0
     steps = math.ceil(N / args.batch_size)
+    epochs = min(args.epochs, math.ceil(args.max_steps / steps))
     optimizer = torch.optim.AdamW([{"params": list(encoder.last_layer.parameters()), "lr": args.lr},
                                    {"params": [head], "lr": args.head_lr}], weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: 0.5 + 0.5 * math.cos(math.pi * step / (steps * args.epochs)))
+        optimizer, lambda step: 0.5 + 0.5 * math.cos(math.pi * step / (steps * epochs)))
     lambda2 = args.lambda2 or (2.0 if args.gamma > 1 else 7.0)
     start, before, epoch, log, view = time.time(), 0.0, 0, [], None
     potential, marginal = None, torch.full((K,), 1 / K, dtype=torch.float64, device=encoder.device)
@@ -442,8 +463,8 @@ def run_epochs(args, encoder, head, tokens, hidden, label, out, config, rank, wo
         log_p = (z @ normalize(head.detach(), dim=1).T / args.temperature).log_softmax(1)
         return assign_pseudo_labels(log_p, label["train"][rank::world], args, lambda2, potential, marginal)
 
-    with tqdm(total=args.epochs, initial=epoch, desc="training", disable=rank > 0 or not sys.stderr.isatty()) as bar:
-        while epoch < args.epochs:
+    with tqdm(total=epochs, initial=epoch, desc="training", disable=rank > 0 or not sys.stderr.isatty()) as bar:
+        while epoch < epochs:
             pseudo_label, confidence, transport, marginal = assign()
             potential = transport.potential
             clean = select_clean(gather_rows(pseudo_label, N), gather_rows(confidence, N), transport.beta, args.rho, args.tau_g,
@@ -460,14 +481,14 @@ def run_epochs(args, encoder, head, tokens, hidden, label, out, config, rank, wo
             log.append({"epoch": epoch, **losses, "clean": float(clean.float().mean()), "confidence": float(confidence.mean()),
                         "rot_iterations": transport.n_iter, "rot_residual": transport.residual,
                         "beta_max": float(transport.beta.max()), "beta_min": float(transport.beta.min()),
-                        "dev_accuracy": 100 * float((found == label["dev"]).float().mean())})
+                        "dev_accuracy": 100 * float((found == label["dev"]).float().mean()) if len(found) else None})
             save_checkpoint(out / "last.pt", last_layer=trained_state(encoder.last_layer), head=head.detach().cpu(),
                             optimizer=optimizer.state_dict(), schedule=schedule.state_dict(), epoch=epoch, log=log,
                             potential=potential.cpu(), marginal=marginal.cpu(), config=config,
                             seconds=before + time.time() - start)
             write_atomic(out / "log.jsonl", "".join(json.dumps(line) + "\n" for line in log))
             bar.update()
-            bar.set_postfix(dev=f"{log[-1]['dev_accuracy']:.2f}", clean=f"{log[-1]['clean']:.2f}")
+            bar.set_postfix(dev=f"{log[-1]['dev_accuracy'] or math.nan:.2f}", clean=f"{log[-1]['clean']:.2f}")
     return epoch, before, assign
 
 

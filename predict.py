@@ -1,0 +1,312 @@
+"""Name the clusters of a finished run, or label new texts with them.
+
+Reads   out/<run>/{last.pt,pseudo_label.npy,confidence.npy,train_feature.npy,results.json}   (train_imbanid.py)
+        data/<run>/                                                                           (make_lt_data.py)
+Writes  out/<run>/clusters.csv     a line a cluster: known label or proposed name, size, keywords, five typical texts
+        out/<run>/assignments.csv  a line for every row of the table, in its order: cluster, name, confidence
+        out/<run>/train_row.npy    the training row of each of these lines, -1 for a line without text
+        or, with new texts, a table of them with their clusters: nothing in out/<run>/ changes then
+
+    python predict.py out/my_utterances_s0
+    python predict.py out/my_utterances_s0 --name_command 'my_llm "Name this intent in two words"'
+    python predict.py out/my_utterances_s0 new.csv -o labelled.csv
+    cat messages.txt | python predict.py out/my_utterances_s0 - > labelled.csv      (one text a line)
+
+Names come from class-based TF-IDF: words that are frequent in a cluster and rare outside it. Confidence is the cluster head's
+probability in percent, 100 for a row that has a label.
+"""
+import argparse
+import contextlib
+import csv
+import io
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+from sklearn.feature_extraction.text import CountVectorizer
+from torch.nn.functional import normalize
+from tqdm import tqdm
+
+from encoder import Encoder, pick_dtype
+from make_lt_data import UserError, open_table, pick_text_column, read_run, records, run_name, run_script, write_atomic
+from pretrain import load_checkpoint, load_trained, pick_device
+
+EXAMPLES = 5  # typical texts of a cluster in clusters.csv
+SHOWN = 20  # typical texts that --name_command reads
+NEW_COLUMNS = ("cluster", "name", "confidence", "second", "second_confidence", "third", "third_confidence")
+
+
+# ---- names ----
+
+def keywords(texts, cluster, K, most=8):
+    """Class-based TF-IDF (Grootendorst 2022, Eq. 2): K lists of words, best first. texts: [str] (N,). cluster: int (N,).
+
+    Words and pairs of neighbouring words; English function words never count. Scripts that write without spaces are read by
+    two to four letters instead.
+    """
+    words = sum(len(text.split()) for text in texts[:2000])
+    spaced = sum(map(len, texts[:2000])) < 15 * words
+    vectorizer = (CountVectorizer(ngram_range=(1, 2), stop_words="english", token_pattern=r"(?u)\b[^\W\d_][\w'-]+\b") if spaced
+                  else CountVectorizer(analyzer="char", ngram_range=(2, 4)))
+    try:
+        counts = vectorizer.fit_transform(texts)
+    except ValueError:  # not one word in all texts: numbers, emoji, function words alone
+        return [[] for _ in range(K)]
+    vocabulary, found = vectorizer.get_feature_names_out(), []
+    total = np.asarray(counts.sum(0))[0]
+    rarity = np.log1p(counts.sum() / K / total)
+    for k in range(K):
+        own = np.asarray(counts[cluster == k].sum(0))[0]
+        score = own / max(1, own.sum()) * rarity
+        chosen, covered = [], set()
+        for j in np.argsort(-score, kind="stable")[:40 * most]:
+            parts = vocabulary[j].split()
+            if score[j] > 0 and len(chosen) < most and not covered.issuperset(parts):
+                chosen.append(vocabulary[j])
+                covered.update(parts)
+        found.append(chosen)
+    return found
+
+
+def propose_names(words, known):
+    """A name for each new cluster from its keywords, different from all others and from the known ones. Returns [str]."""
+    joint = "_" if any("_" in name for name in known) else " "
+
+    def key(name):
+        return name.casefold().replace("_", " ").replace("-", " ")
+
+    taken, names = {key(name) for name in known}, []
+    for own in words:
+        # A pair of words says more than one; two single ones make a pair.
+        pair = next((word for word in own[:3] if " " in word), None)
+        parts = [pair] if pair else own[:2]
+        rest = [word for word in own if word not in parts]
+        while parts and key(" ".join(parts)) in taken and rest:
+            parts.append(rest.pop(0))
+        name = " ".join(parts) or "no words"
+        numbered = (name if n == 1 else f"{name} {n}" for n in itertools.count(1))
+        name = next(candidate for candidate in numbered if key(candidate) not in taken)
+        taken.add(key(name))
+        names.append(name.replace(" ", joint))
+    return names
+
+
+def ask_for_name(command, words, examples, proposed):
+    """The first line the user's program prints when it reads a cluster's keywords and typical texts, else `proposed`."""
+    asked = [f"keywords: {', '.join(words)}", *(" ".join(text.split()) for text in examples)]
+    said = subprocess.run(command, shell=True, capture_output=True, text=True, input="\n".join(asked) + "\n")
+    line = next((line.strip() for line in said.stdout.splitlines() if line.strip()), "")
+    if said.returncode in (126, 127):
+        raise UserError(f"--name_command {command!r} cannot be run: {said.stderr.strip()[:200]}")
+    if said.returncode or not line:
+        print(f"--name_command failed for cluster {proposed!r} (exit code {said.returncode}): its proposed name stays",
+              file=sys.stderr)
+        return proposed
+    return line[:100]
+
+
+def distinct(names, taken):
+    """names with a number behind each that is in taken or was there before."""
+    taken, found = {name.casefold() for name in taken}, []
+    for name in names:
+        numbered = (name if n == 1 else f"{name} {n}" for n in itertools.count(1))
+        found.append(next(candidate for candidate in numbered if candidate.casefold() not in taken))
+        taken.add(found[-1].casefold())
+    return found
+
+
+# ---- a finished run ----
+
+def open_model(run):
+    """(checkpoint of the last epoch, results.json) of a run folder."""
+    state = load_checkpoint(run / "last.pt")
+    try:
+        results = json.loads((run / "results.json").read_text())
+    except (OSError, ValueError):
+        results = None
+    if state is None or results is None:
+        raise UserError(f"{run} is no finished run (no last.pt or results.json): pass a folder that train_imbanid.py wrote")
+    return state, results
+
+
+def open_data(config, data_dir):
+    """read_run of the data that a run was trained on, and its folder."""
+    ratios = (config["known_ratio"], config["labeled_ratio"])
+    data = Path(data_dir) / run_name(config["dataset"], config["gamma"], config["seed"], *ratios)
+    return data, *read_run(data, dataset=config["dataset"], seed=config["seed"])
+
+
+def load_array(run, name):
+    try:
+        return np.load(run / f"{name}.npy")
+    except (OSError, ValueError, EOFError):
+        raise UserError(f"{run}/{name}.npy is missing or damaged: run train_imbanid.py for it again with --restart") from None
+
+
+def csv_bytes(header, rows):
+    text = io.StringIO(newline="")
+    out = csv.writer(text, lineterminator="\n")
+    out.writerow(header)
+    out.writerows(rows)
+    return text.getvalue().encode()
+
+
+def describe(args):
+    """Write clusters.csv, assignments.csv and train_row.npy of a run and print what is in them."""
+    run = Path(args.run)
+    state, results = open_model(run)
+    data, texts, labels, names, meta = open_data(state["config"], args.data_dir)
+    texts, head = texts["train"], normalize(state["head"], dim=1).numpy()
+    K, num_known = len(head), meta["num_known"]
+    cluster, confidence, feature = (load_array(run, name) for name in ("pseudo_label", "confidence", "train_feature"))
+    if not len(texts) == len(cluster) == len(confidence) == len(feature):
+        raise UserError(f"{run} was trained on other data than {data} holds now: run train_imbanid.py --restart")
+    if "own" in meta:  # the dev texts are training rows too, and what the user said of them counts
+        truth = dict(zip(read_run(data)[1]["dev"], labels["dev"]))
+        given = np.array([truth.get(text, -1) for text in texts])
+        cluster, confidence = np.where(given >= 0, given, cluster), np.where(given >= 0, 1.0, confidence)
+        row = np.load(data / "train_row.npy")
+    else:
+        row = np.arange(len(texts))
+    labelled = labels["train"].copy()
+    if "own" in meta:
+        labelled = np.where(given >= 0, given, labelled)
+
+    words = keywords(texts, cluster, K)
+    nearness = np.einsum("nh,nh->n", feature.astype(np.float32), head[cluster])
+    members = [np.flatnonzero(cluster == k) for k in range(K)]
+    typical = [[texts[i] for i in own[np.argsort(-nearness[own], kind="stable")]] for own in members]
+    titles = names[:num_known] + propose_names(words[num_known:], names[:num_known])
+    if args.name_command:
+        asked = [ask_for_name(args.name_command, words[k], typical[k][:SHOWN], titles[k]) if typical[k] else titles[k]
+                 for k in tqdm(range(num_known, K), desc="naming", disable=not sys.stderr.isatty())]
+        titles[num_known:] = distinct(asked, titles[:num_known])
+
+    with_text = row >= 0
+    where = np.where(with_text, cluster[row], -1)
+    size = np.bincount(where[with_text], minlength=K)
+    sure = np.bincount(where[with_text], confidence[row[with_text]], K) / np.maximum(size, 1)
+    order = np.argsort(-size, kind="stable")
+    lines = [[k, "yes" if k < num_known else "no", titles[k], size[k], f"{100 * size[k] / with_text.sum():.2f}",
+              f"{100 * sure[k]:.1f}", ", ".join(words[k]), *(typical[k] + [""] * EXAMPLES)[:EXAMPLES]]
+             for k in order if size[k] or k < num_known]
+    header = ["id", "known", "name", "size", "share", "confidence", "keywords", *(f"example_{n + 1}" for n in range(EXAMPLES))]
+    write_atomic(run / "clusters.csv", csv_bytes(header, lines))
+    write_atomic(run / "assignments.csv", csv_bytes(("row", "text", "label", "cluster", "name", "confidence"), (
+        [n + 1, texts[i], names[labelled[i]] if labelled[i] >= 0 else "", cluster[i], titles[cluster[i]],
+         f"{100 * confidence[i]:.1f}"] if i >= 0 else [n + 1, "", "", "", "", ""] for n, i in enumerate(row.tolist()))))
+    write_atomic(run / "train_row.npy", lambda f: np.save(f, row))
+    new = [line for line in lines if line[1] == "no"]
+    print(f"{num_known} known clusters and {len(new)} new ones; the largest new ones:")
+    for line in new[:10]:
+        print(f"{line[3]:7} rows  {line[5]:>5} %  {line[2][:40]:40}  {' '.join(line[7].split())[:70]}")
+    print(f"written to {run}/clusters.csv and assignments.csv; python figures.py {run} draws report.html")
+
+
+# ---- new texts ----
+
+class Labeller:
+    """The encoder and cluster head of a run: texts in, the three best clusters and their probabilities out."""
+
+    def __init__(self, state, device, dtype):
+        config, device = state["config"], pick_device(device)
+        pre = config["pretrain"]
+        self.encoder = Encoder(pre["encoder"], pre["max_length"], device, pick_dtype(dtype, device))
+        load_trained(self.encoder.last_layer, state["last_layer"])
+        self.encoder.eval()
+        self.head, self.temperature = normalize(state["head"].to(device), dim=1), config["temperature"]
+
+    def __call__(self, texts):
+        """texts: [str] (B,). Returns clusters int (B, 3) and probabilities (B, 3), best first; fewer with less classes."""
+        z = normalize(self.encoder.all_features(self.encoder.trunk(self.encoder.tokenize(texts))), dim=1)
+        best = (z @ self.head.T / self.temperature).softmax(1).topk(min(3, len(self.head)), dim=1)
+        return best.indices.tolist(), best.values.tolist()
+
+
+def cluster_names(run, K):
+    """{id: name} from clusters.csv."""
+    path = run / "clusters.csv"
+    if not path.exists():
+        raise UserError(f"{path} is missing: run python predict.py {run} first, which names the clusters")
+    with open_table(path) as file:
+        return {k: f"cluster {k}" for k in range(K)} | {int(line["id"]): line["name"] for line in records(file, path)}
+
+
+def label_rows(rows, text_column, labeller, names, columns, batch):
+    """Yield the rows with the seven columns added, batch by batch. A row without text gets none."""
+    while part := list(itertools.islice(rows, batch)):
+        filled = [row for row in part if row.get(text_column, "").strip()]
+        clusters, chances = labeller([row[text_column].strip() for row in filled]) if filled else ([], [])
+        for row, ids, chance in zip(filled, clusters, chances):
+            cells = [ids[0], *(cell for k, p in zip(ids, chance) for cell in (names[k], f"{100 * p:.1f}"))]
+            row |= dict(zip(columns, cells))
+        yield part
+
+
+def label_file(args):
+    """Stream args.input to args.output with a cluster for every row."""
+    run = Path(args.run)
+    state = open_model(run)[0]
+    names = cluster_names(run, len(state["head"]))
+    stdin, output = args.input == "-", Path(args.output)
+    if not stdin and not Path(args.input).is_file():
+        raise UserError(f"{args.input} is missing: pass a .csv, .tsv or .jsonl file, a file of lines, or - for stdin")
+    part = output.with_name(output.name + ".part")
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(io.TextIOWrapper(sys.stdin.buffer, "utf-8-sig", newline="") if stdin else
+                                   open_table(args.input))
+        rows = records(file, "lines" if stdin else args.input)
+        sample = list(itertools.islice(rows, 1 if stdin else 1000))  # to choose the column by
+        if not sample:
+            raise UserError(f"{'stdin' if stdin else args.input} is empty, or a header without rows")
+        columns = list(dict.fromkeys(key for row in sample for key in row))
+        text_column = pick_text_column(args.input, sample, columns, args.text_column)
+        labeller = Labeller(state, args.device, args.dtype)
+        if args.output == "-":
+            out = stack.enter_context(io.TextIOWrapper(sys.stdout.buffer, "utf-8", newline="", write_through=True))
+        else:
+            stack.callback(part.unlink, missing_ok=True)
+            out = stack.enter_context(open(part, "w", encoding="utf-8", newline=""))
+        bar = stack.enter_context(tqdm(total=None if stdin else os.path.getsize(args.input), unit="B", unit_scale=True,
+                                       desc="labelling", disable=not sys.stderr.isatty()))
+        added = [f"predicted_{name}" if name in columns else name for name in NEW_COLUMNS]
+        table = csv.DictWriter(out, [*columns, *added], restval="", extrasaction="ignore", lineterminator="\n")
+        table.writeheader()
+        count = 0
+        for done in label_rows(itertools.chain(sample, rows), text_column, labeller, names, added, args.batch_size):
+            table.writerows(done)
+            count += len(done)
+            if not stdin:
+                bar.update(file.buffer.tell() - bar.n)
+        out.flush()
+        if args.output != "-":
+            os.replace(part, output)
+            print(f"{count} rows labelled by column {text_column!r}; written to {output}")
+
+
+def main(words):
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", help="a folder that train_imbanid.py wrote, such as out/my_utterances_s0")
+    parser.add_argument("input", nargs="?", help="new texts: .csv, .tsv, .jsonl; another file or - (stdin) holds one a line")
+    parser.add_argument("-o", "--output", default="-", help="where the labelled table goes (default: -, the screen)")
+    parser.add_argument("--text_column", default="", help="column of the new texts (default: guessed)")
+    parser.add_argument("--name_command", default="", help="program that reads a new cluster's keywords and typical texts and "
+                        "prints a name; nothing leaves the machine without it")
+    parser.add_argument("--data_dir", default="data", help="where make_lt_data.py wrote (default: data)")
+    parser.add_argument("--batch_size", type=int, default=1024, help="new texts taken at once (default: 1024)")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, or auto (default)")
+    parser.add_argument("--dtype", default="auto", help="float32, bfloat16, or auto: bfloat16 where it is native (default)")
+    parser.error = lambda message: (_ for _ in ()).throw(UserError(f"{message}; --help lists the flags"))
+    args = parser.parse_args(words)
+    if args.batch_size < 1:
+        raise UserError(f"--batch_size {args.batch_size} must be 1 or more")
+    (describe if args.input is None else label_file)(args)
+
+
+if __name__ == "__main__":
+    run_script(main)
