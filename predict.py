@@ -27,7 +27,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from sklearn.feature_extraction.text import CountVectorizer
+from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS, CountVectorizer
 from torch.nn.functional import normalize
 from tqdm import tqdm
 
@@ -36,6 +36,10 @@ from make_lt_data import UserError, open_table, pick_text_column, read_run, reco
 from pretrain import load_checkpoint, load_trained, pick_device
 
 EXAMPLES = 5  # typical texts of a cluster in clusters.csv
+# Function words of requests, and what is left of "don't" and "I'm", beside scikit-learn's list of English function words.
+STOP_WORDS = ENGLISH_STOP_WORDS.union(
+    "does did doing don doesn didn isn aren wasn won ll ve re just please want wants wanted need needs needed like know tell "
+    "let make got getting going say said".split())
 SHOWN = 20  # typical texts that --name_command reads
 NEW_COLUMNS = ("cluster", "name", "confidence", "second", "second_confidence", "third", "third_confidence")
 
@@ -45,29 +49,34 @@ NEW_COLUMNS = ("cluster", "name", "confidence", "second", "second_confidence", "
 def keywords(texts, cluster, K, most=8):
     """Class-based TF-IDF (Grootendorst 2022, Eq. 2): K lists of words, best first. texts: [str] (N,). cluster: int (N,).
 
-    Words and pairs of neighbouring words; English function words never count. Scripts that write without spaces are read by
-    two to four letters instead.
+    A pair of neighbouring words leads where it weighs enough beside the best single word, the others are single words.
+    Scripts that write without spaces are read by two to four letters instead.
     """
     words = sum(len(text.split()) for text in texts[:2000])
     spaced = sum(map(len, texts[:2000])) < 15 * words
-    vectorizer = (CountVectorizer(ngram_range=(1, 2), stop_words="english", token_pattern=r"(?u)\b[^\W\d_][\w'-]+\b") if spaced
-                  else CountVectorizer(analyzer="char", ngram_range=(2, 4)))
+    vectorizer = CountVectorizer(analyzer="char", ngram_range=(2, 4))
+    if spaced:
+        vectorizer = CountVectorizer(ngram_range=(1, 2), stop_words=[*STOP_WORDS], token_pattern=r"(?u)\b[^\W\d_]\w+\b")
     try:
         counts = vectorizer.fit_transform(texts)
     except ValueError:  # not one word in all texts: numbers, emoji, function words alone
         return [[] for _ in range(K)]
-    vocabulary, found = vectorizer.get_feature_names_out(), []
-    total = np.asarray(counts.sum(0))[0]
-    rarity = np.log1p(counts.sum() / K / total)
+    terms, found = vectorizer.get_feature_names_out(), []
+    rarity = np.log1p(counts.sum() / K / np.asarray(counts.sum(0))[0])
+    pair = np.array([" " in term for term in terms])
     for k in range(K):
         own = np.asarray(counts[cluster == k].sum(0))[0]
         score = own / max(1, own.sum()) * rarity
-        chosen, covered = [], set()
-        for j in np.argsort(-score, kind="stable")[:40 * most]:
-            parts = vocabulary[j].split()
-            if score[j] > 0 and len(chosen) < most and not covered.issuperset(parts):
-                chosen.append(vocabulary[j])
-                covered.update(parts)
+        best = int((score * pair).argmax())
+        leads = pair[best] and score[best] > 0.4 * score.max()
+        chosen = [terms[best]] if leads else []
+        seen = {word.rstrip("s") for term in chosen for word in term.split()}
+        for j in np.argsort(-score * ~pair, kind="stable"):
+            if pair[j] or score[j] <= 0 or len(chosen) == most:
+                break
+            if terms[j].rstrip("s") not in seen:  # tax and taxes are one keyword
+                chosen.append(terms[j])
+                seen.add(terms[j].rstrip("s"))
         found.append(chosen)
     return found
 
@@ -81,10 +90,8 @@ def propose_names(words, known):
 
     taken, names = {key(name) for name in known}, []
     for own in words:
-        # A pair of words says more than one; two single ones make a pair.
-        pair = next((word for word in own[:3] if " " in word), None)
-        parts = [pair] if pair else own[:2]
-        rest = [word for word in own if word not in parts]
+        parts = own[:1] if " " in "".join(own[:1]) else own[:2]
+        rest = own[len(parts):]
         while parts and key(" ".join(parts)) in taken and rest:
             parts.append(rest.pop(0))
         name = " ".join(parts) or "no words"
