@@ -243,6 +243,8 @@ def splits_and_merges(z, label, dev_z, dev_label, K, args_of_seeding, seed):
     Every known class is hidden once, a quarter of them at a time. z: (N, H), label: (N,), -1 unlabelled; dev_z, dev_label: the
     labelled rows that the seeding never sees. Recall is the share of a row's class that is in its cluster, precision the
     share of its cluster that is of its class, both over labelled and dev rows, itself left out; the mean over hidden rows.
+    Of the classes that compete for the novel centres only the hidden ones have labelled rows to be seen by; what they put
+    into a row's cluster stands for what the K - num_known unknown classes put there as well.
     """
     num_known, generator = int(label.max()) + 1, torch.Generator().manual_seed(seed)
     rows, truth = torch.cat([z[label >= 0], dev_z]), torch.cat([label[label >= 0], dev_label])
@@ -256,9 +258,12 @@ def splits_and_merges(z, label, dev_z, dev_label, K, args_of_seeding, seed):
         cluster = torch.where(held & visible[truth], renamed[truth], (rows @ centre.T).argmax(1))
         together = torch.zeros(num_known, K, device=z.device)
         together.index_put_((truth, cluster), torch.ones(len(rows), device=z.device), accumulate=True)
-        others = [together.sum(1)[truth] - 1, together.sum(0)[cluster] - 1]  # of its class, of its cluster
-        same = together[truth, cluster] - 1
-        found += [(same / n)[torch.isin(truth, fold) & (n > 0)] for n in others]
+        same, of_class = together[truth, cluster] - 1, together.sum(1)[truth] - 1
+        rivals = together.index_select(0, fold).sum(0)[cluster] - together[truth, cluster]  # rows of other hidden classes
+        unseen = rivals * (K - num_known) / max(1, len(fold) - 1)
+        in_cluster = together.sum(0)[cluster] - 1 + unseen
+        judged = torch.isin(truth, fold) & (of_class > 0)
+        found += [(same / of_class)[judged], (same / in_cluster.clamp_min(1e-9))[judged]]
     return torch.cat(found[::2]).mean().item(), torch.cat(found[1::2]).mean().item()
 
 

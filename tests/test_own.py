@@ -1,0 +1,375 @@
+"""A table of one's own: reading it, the number of classes, names, report, and labels for new texts."""
+import csv
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import REPO, TINY_PRETRAIN, TINY_TRAIN, one_line_error, read_tsv, script
+
+from make_lt_data import make_own_task, make_split, open_table, raw_corpus, read_run, read_table, records, run_name
+from metrics import cluster_metrics
+from predict import distinct, keywords, propose_names
+from pretrain import appendix_e, estimate_num_classes
+
+TEXTS = [f"{verb} the {thing}" for verb in ("open", "close", "paint") for thing in ("door", "window", "gate", "roof")]
+
+
+def table(path, rows, header=("text", "label"), delimiter=","):
+    with open(path, "w", encoding="utf-8", newline="") as f:
+        csv.writer(f, delimiter=delimiter).writerows([header, *rows])
+    return path
+
+
+def read(path):
+    with open(path, encoding="utf-8", newline="") as f:
+        return list(csv.DictReader(f))
+
+
+# ---- reading ----
+
+def test_columns_are_guessed_and_can_be_named(tmp_path):
+    rows = [(n, "x" * 50, text, "b" if n % 2 else "") for n, text in enumerate(TEXTS)]
+    path = table(tmp_path / "t.csv", rows, ("id", "session", "Message", "Intent"), ";")
+    texts, labels, text_column, label_column = read_table(path, "", "")
+    assert (texts, text_column, label_column) == (TEXTS, "Message", "Intent") and labels == ["", "b"] * 6
+    assert read_table(path, "", "none")[3] == ""
+    named = table(tmp_path / "n.csv", [(text, "c", text[::-1]) for text in TEXTS], ("text", "topic", "note"))
+    assert read_table(named, "note", "topic")[0][0] == "rood eht nepo" and read_table(named, "note", "text")[1] == TEXTS
+    odd = table(tmp_path / "odd.tsv", [(n, text) for n, text in enumerate(TEXTS)], ("n", "what"), "\t")
+    assert read_table(odd, "", "")[2:] == ("what", "")  # no usual name: the column with the most letters
+
+
+def test_json_lines_json_and_unquoted_commas(tmp_path):
+    lines = [json.dumps({"text": text} | ({"label": "a"} if n == 7 else {"label": None} if n == 8 else {}))
+             for n, text in enumerate(TEXTS)]
+    (tmp_path / "t.jsonl").write_text("\n".join(lines) + "\n\n")
+    (tmp_path / "t.json").write_text("[" + ",\n".join(lines) + "]")
+    for name in ("t.jsonl", "t.json"):
+        texts, labels, _, label_column = read_table(tmp_path / name, "", "")
+        assert texts == TEXTS and label_column == "label" and labels == [""] * 7 + ["a"] + [""] * 4
+    (tmp_path / "one.csv").write_text("text\n" + "\n".join(f"well, {text}" for text in TEXTS))
+    assert read_table(tmp_path / "one.csv", "", "")[0][0] == "well, open the door"
+
+
+def test_odd_texts_survive(tmp_path):
+    odd = ["смените пароль", "密码在哪里", "🙂🙃", "line one\nline two", 'say "hi", please', "x" * 200_000, "\u0130stanbul",
+           "tab\there", "cr\rlf", "\ufeffmark", "a\u0000b"]
+    path = tmp_path / "t.jsonl"
+    path.write_text("\n".join(json.dumps({"text": text, "label": "l1\nl2"}) for text in [*odd, "half \ud800 pair"]))
+    texts, labels, names, row = make_own_task(*read_table(path, "", "")[:2], 0, 0.2)
+    assert names == ["l1 l2"] and len(texts["train"]) == 12 and row.tolist() == list(range(12))
+    folder = tmp_path / "data"
+    script("make_lt_data.py", "--dataset", path, "--data_dir", folder)
+    assert read_run(folder / "t_s0")[0]["train"] == texts["train"]
+
+
+def test_duplicates_conflicts_and_dev(capsys):
+    texts = ["a1", "a1", "a1", "b1", "", "b1"] + [f"a{n}" for n in range(2, 12)] + ["b2"]
+    labels = ["a", "b", "a", "", "a", "b"] + ["a"] * 10 + [""]
+    found, label, names, row = make_own_task(texts, labels, 0, 0.2)
+    assert names == ["a", "b"] and len(found["train"]) == 13 == len(set(found["train"]))
+    assert row[:6].tolist() == [0, 0, 0, 1, -1, 1]  # repeated texts are one training row, an empty one none
+    assert len(found["dev"]) == 2 and set(label["dev"]) == {0}  # 20 % of the 11 texts of a; b has too few
+    dev = [found["train"].index(text) for text in found["dev"]]
+    assert (label["train"][dev] == -1).all() and (label["train"] == 0).sum() == 9 and label["train"][1] == 1
+    said = capsys.readouterr().out
+    for words in ("1 row(s) without text", "3 row(s) repeat", "1 text(s) with more than one", "1 label(s) with fewer than 3"):
+        assert words in said
+
+
+def test_bad_tables_end_in_one_line(tmp_path):
+    def check(name, content, *words, flags=()):
+        path = tmp_path / name
+        if content is not None:
+            path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        one_line_error(script("make_lt_data.py", "--dataset", path, "--data_dir", tmp_path / "data", *flags, ok=False), *words)
+        assert not (tmp_path / "data").exists()
+
+    rows = "\n".join(f"{text},a" for text in TEXTS)
+    check("missing.csv", None, "unknown", ".csv")
+    check("notes.txt", "text\nhello", "unknown", ".csv")
+    check("empty.csv", "", "empty")
+    check("header.csv", "text,label\n", "header")
+    check("one.csv", "text,label\nhello there,a\n", "1 different text")
+    check("same.csv", "text,label\n" + "hello there,a\n" * 30, "30 row(s) with 1 different")
+    check("numbers.csv", "a,b\n" + "1,2\n" * 30, "no column with text")
+    check("nolabel.csv", "text,label\n" + "\n".join(f"{text}," for text in TEXTS), "label", "empty in every row", "none")
+    check("column.csv", "text,label\n" + rows, "--text_column body", "text, label", flags=("--text_column", "body"))
+    check("quote.csv", 'text,label\n"open the door,a\n' + rows, "quot")
+    check("cells.csv", "text,label\n" + rows + "\nopen, or not,a\n", "line 14", "3 cell(s)")
+    check("image.csv", b"\x89PNG\r\n\x1a\n\x00\x00", "UTF-8")
+    check("latin.csv", b"text,label\n" + "größe,a\n".encode("latin-1") * 12, "UTF-8")
+    check("bad.jsonl", '{"text": "a"}\n{"text": \n', "JSON")
+    check("list.jsonl", '["a", "b"]\n["c"]\n', "JSON")
+    check("t.csv", "text,label\n" + rows, "dev_ratio", flags=("--dev_ratio", 1))
+
+
+def test_names_of_runs_and_changed_tables(tmp_path):
+    assert run_name("/a/b c/My Table.v2.csv", 10, 3) == run_name("My Table.v2.csv", 5, 3) == "My_Table.v2_s3"
+    assert run_name("clinc.csv", 10, 0) == "clinc_own_s0" and run_name("clinc", 10, 0) == "clinc_g10_s0"
+    path = table(tmp_path / "t.csv", [(text, "a") for text in TEXTS])
+    flags = ("--dataset", path, "--data_dir", tmp_path / "data")
+    script("make_lt_data.py", *flags)
+    assert "skipped" in script("make_lt_data.py", *flags).stdout
+    one_line_error(script("make_lt_data.py", *flags, "--dev_ratio", 0.5, ok=False), "other flags", "remove")
+    table(path, [(text + "!", "a") for text in TEXTS])
+    one_line_error(script("make_lt_data.py", *flags, ok=False), "another t.csv", "remove")
+
+
+def test_records_read_on_as_they_are_asked_for():
+    asked = []
+
+    def lines():
+        for n in range(10**9):  # would not end if it were read whole
+            asked.append(n)
+            yield "text,label\n" if n == 0 else f"open door {n},a\n"
+
+    class Endless(io.StringIO):
+        def __init__(self):
+            super().__init__()
+            self.lines = lines()
+
+        def readline(self):
+            return next(self.lines)
+
+        def __next__(self):
+            return next(self.lines)
+
+    found = records(Endless(), "t.csv")
+    assert [next(found)["text"] for _ in range(3)] == ["open door 1", "open door 2", "open door 3"] and len(asked) < 10
+
+
+# ---- the number of classes ----
+
+def made_up(K, num_known, seed, spread=0.7, size=60, labelled=6, H=32):
+    """Unit rows of K round classes in H dimensions, long-tailed, and dev rows of the known ones."""
+    g = torch.Generator().manual_seed(seed)
+    centre = torch.nn.functional.normalize(torch.randn(K, H, generator=g), dim=1)
+    sizes = [max(10, int(size * 5 ** (-k / K))) for k in torch.randperm(K, generator=g).tolist()]
+    truth = torch.repeat_interleave(torch.arange(K), torch.tensor(sizes))
+
+    def rows(truth):
+        return torch.nn.functional.normalize(centre[truth] + spread * torch.randn(len(truth), H, generator=g) / H**0.5, dim=1)
+
+    label = torch.full((len(truth),), -1)
+    for k in range(num_known):
+        label[torch.where(truth == k)[0][:labelled]] = k
+    dev = torch.arange(num_known).repeat_interleave(10)
+    return rows(truth), label, rows(dev), dev
+
+
+@pytest.mark.parametrize("K,num_known", [(40, 30), (40, 24)])
+def test_the_number_of_classes_is_found(K, num_known):
+    z, label, dev_z, dev = made_up(K, num_known, 0)
+    found = estimate_num_classes(z, label, dev_z, dev, (30.0, 10.0, 300), 0)
+    assert abs(found - K) <= 0.1 * K
+    assert found == estimate_num_classes(z, label, dev_z, dev, (30.0, 10.0, 300), 0)
+    assert abs(appendix_e(z, num_known, 0, 0, 0) - K) >= abs(found - K)
+
+
+def test_the_number_of_classes_without_labels():
+    z, label, dev_z, dev = made_up(20, 0, 1)
+    assert 15 <= estimate_num_classes(z, label, dev_z, dev, (30.0, 10.0, 300), 0) <= 26
+
+
+# ---- names ----
+
+def test_keywords_and_names():
+    texts = (["what is the exchange rate for euros", "tell me the exchange rate", "exchange rate for dollars please"] * 3
+             + ["my card was stolen", "a stolen card", "they stole it, stolen card"] * 3 + ["the card, please"] * 9)
+    cluster = np.repeat([0, 1, 2], 9)
+    words = keywords(texts, cluster, 4)
+    assert words[0][0] == "exchange rate" and "stolen" in " ".join(words[1]) and words[3] == []
+    assert not {"the", "is", "please", "what"} & {word for own in words for word in own}
+    assert len(words[0]) == len(set(words[0])) and "exchange" not in words[0]
+    names = propose_names(words, ["Exchange_Rate", "no words"])
+    # Written as the known names are, and different from them.
+    assert names == ["exchange_rate_dollars", "stolen_card", "card", "no_words_2"]
+    assert distinct(["a", "A", "b"], ["b"]) == ["a", "A 2", "b 2"]
+
+
+def test_keywords_of_texts_without_spaces_or_words():
+    words = keywords(["我的银行卡丢了怎么办", "银行卡丢了", "今天天气怎么样啊", "天气预报"] * 3, np.array([0, 0, 1, 1] * 3), 2)
+    assert "银行卡" in "".join(words[0]) and "天气" in "".join(words[1])
+    assert keywords(["1 2", "3 4", "🙂"], np.array([0, 1, 1]), 2) == [[], []]
+    assert propose_names([[], []], []) == ["no words", "no words 2"]
+
+
+# ---- the whole path, with a tiny encoder ----
+
+@pytest.fixture(scope="module")
+def tiny_rows():
+    """(text, intent) of six intents of the demo corpus: of four of them a third is labelled, one has a single label."""
+    rows, seen = [], {}
+    for text, intent in read_tsv(REPO / "data/raw/demo/train.tsv")[1:]:
+        if len(seen) < 6 or intent in seen:
+            n = seen[intent] = seen.get(intent, -1) + 1
+            if n < 30:
+                k = list(seen).index(intent)
+                rows.append((text, intent if (k < 4 and n % 3 == 0) or (k == 4 and n == 0) else "", intent))
+    return rows
+
+
+@pytest.fixture(scope="module")
+def own_run(tmp_path_factory, tiny_rows, tiny_encoder):
+    """A checkout's scripts in an empty folder and run_all.sh in it, on a table with odd rows: (folder, run, rows, said)."""
+    folder = tmp_path_factory.mktemp("own")
+    for path in [*REPO.glob("*.py"), REPO / "run_all.sh"]:
+        shutil.copy(path, folder)
+    rows = [*tiny_rows, ("", "", ""), (tiny_rows[0][0], "", tiny_rows[0][2]), ("</script><b>\"quoted\" 🙂", "", "")]
+    columns = ("id", "message", "intent")
+    path = table(folder / "my table.csv", [(n, text, label) for n, (text, label, _) in enumerate(rows)], columns)
+    env = {**os.environ, "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}", "ENCODER": str(tiny_encoder)}
+    flags = ("--num_classes", "6", "--swaps", "5", "--batch_size=64", "--epochs", "2")
+    done = subprocess.run(["bash", "run_all.sh", path, *flags], cwd=folder, capture_output=True, text=True, timeout=280,
+                          env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder, folder / "out/my_table_s0", rows, done.stdout
+
+
+def test_from_csv_to_report_with_one_command(own_run):
+    folder, run, rows, said = own_run
+    assigned, clusters = read(run / "assignments.csv"), read(run / "clusters.csv")
+    assert [line["text"] for line in assigned] == [text for text, _, _ in rows]  # every row, in order
+    assert [int(line["row"]) for line in assigned] == list(range(1, len(rows) + 1))
+    names = {line["id"]: line["name"] for line in clusters}
+    for line, (text, label, _) in zip(assigned, rows):
+        if not text:
+            assert line["cluster"] == line["name"] == line["confidence"] == ""
+        else:
+            assert line["name"] == names[line["cluster"]] and 0 <= float(line["confidence"]) <= 100
+        if label:
+            assert line["name"] == label == line["label"] and line["confidence"] == "100.0"
+    assert assigned[-2]["name"] == rows[-2][2] == assigned[0]["label"]  # the twin of a labelled row shares its label
+    assert sum(int(line["size"]) for line in clusters) == len(rows) - 1
+    assert len({line["name"].casefold() for line in clusters}) == len(clusters)
+    assert {line["known"] for line in clusters} == {"yes", "no"} and sum(line["known"] == "yes" for line in clusters) == 5
+    assert abs(sum(float(line["share"]) for line in clusters) - 100) < 0.1
+    page = (run / "report.html").read_text()
+    assert "</script><b>" not in page and "\\u003c/script" in page and not re.search(r"(src|href)=.https?:", page)
+    assert (run / "figures/class_sizes.png").exists() and str(run.relative_to(folder)) in said
+    results = json.loads((run / "results.json").read_text())
+    assert results["own"] and results["num_classes"] == 6 and "test" not in results
+    assert not list(folder.rglob("*.part"))
+
+
+def test_new_texts(own_run, tmp_path):
+    folder, run, rows, _ = own_run
+    new = table(tmp_path / "new.csv", [(n, text, "x") for n, (text, _, _) in enumerate(rows)], ("id", "text", "name"))
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    script("predict.py", run, new, "-o", tmp_path / "labelled.csv", "--data_dir", folder / "data")
+    found = read(tmp_path / "labelled.csv")
+    assert [line["text"] for line in found] == [text for text, _, _ in rows] and {line["name"] for line in found} == {"x"}
+    names = {line["id"]: line["name"] for line in read(run / "clusters.csv")}
+    for line in found:
+        if line["text"]:
+            assert names[line["cluster"]] == line["predicted_name"]
+            assert float(line["confidence"]) >= float(line["second_confidence"]) >= float(line["third_confidence"])
+            assert len({line["predicted_name"], line["second"], line["third"]}) == 3
+        else:
+            assert line["cluster"] == line["predicted_name"] == ""
+    # alone, in small batches, from stdin: the same answers; and the run folder is as it was
+    lines = [text for text, _, _ in rows if text and "\n" not in text]
+    done = subprocess.run([sys.executable, REPO / "predict.py", run, "-", "--batch_size", "7"], input="\n".join(lines) + "\n",
+                          capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    again = list(csv.DictReader(io.StringIO(done.stdout)))
+    assert [[line["cluster"], line["confidence"]] for line in again] == [
+        [line["cluster"], line["confidence"]] for line in found if line["text"] in set(lines)]
+    assert before == {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+
+
+def test_the_users_own_naming_program(own_run, tmp_path):
+    folder, _, _, _ = own_run
+    run = shutil.copytree(own_run[1], tmp_path / "my_table_s0")
+    script("predict.py", run, "--data_dir", folder / "data", "--name_command", "head -1 | cut -c11-40")
+    new = [line for line in read(run / "clusters.csv") if line["known"] == "no"]
+    assert new[0]["name"].startswith(new[0]["keywords"].split(",")[0][:20])
+    script("predict.py", run, "--data_dir", folder / "data", "--name_command", "echo same")
+    assert {line["name"] for line in read(run / "clusters.csv") if line["known"] == "no"} == {"same"}
+    done = script("predict.py", run, "--data_dir", folder / "data", "--name_command", "false")
+    assert "failed for cluster" in done.stderr and "same" not in {line["name"] for line in read(run / "clusters.csv")}
+    kept = (run / "clusters.csv").read_bytes()
+    one_line_error(script("predict.py", run, "--data_dir", folder / "data", "--name_command", "no_such_program_here", ok=False),
+                   "no_such_program_here", "cannot be run")
+    assert (run / "clusters.csv").read_bytes() == kept
+
+
+def test_bad_calls_of_predict(own_run, tmp_path, tiny_run):
+    folder, run, _, _ = own_run
+    one_line_error(script("predict.py", tmp_path, ok=False), "no finished run")
+    one_line_error(script("predict.py", run, tmp_path / "none.csv", ok=False), "missing")
+    one_line_error(script("predict.py", ok=False), "--help")
+    one_line_error(script("predict.py", run, "--data_dir", tmp_path / "nowhere", ok=False), "make_lt_data.py")
+    (tmp_path / "empty.csv").write_text("text\n")
+    one_line_error(script("predict.py", run, tmp_path / "empty.csv", "-o", tmp_path / "o.csv", ok=False), "empty")
+    broken = tmp_path / "broken.csv"
+    broken.write_text("text,n\n" + "open the door,1\n" * 3000 + 'a,b,c\n')
+    one_line_error(script("predict.py", run, broken, "-o", tmp_path / "o.csv", ok=False), "line 3002")
+    assert not list(tmp_path.glob("o.csv*"))
+
+
+def test_without_any_label(tmp_path, tiny_rows, tiny_encoder):
+    path = table(tmp_path / "bare.csv", [(text,) for text, _, _ in tiny_rows], ("utterance",))
+    flags = ("--dataset", path, "--data_dir", tmp_path / "data")
+    assert "no labels" in script("make_lt_data.py", *flags).stdout
+    flags += ("--out_dir", tmp_path / "out")
+    script("pretrain.py", *flags, "--encoder", tiny_encoder, *TINY_PRETRAIN)
+    done = script("train_imbanid.py", *flags, *TINY_TRAIN)
+    assert "estimated number of classes" in done.stdout and "0 known classes" in done.stdout
+    script("predict.py", tmp_path / "out/bare_s0", "--data_dir", tmp_path / "data")
+    assert {line["known"] for line in read(tmp_path / "out/bare_s0/clusters.csv")} == {"no"}
+    log = (tmp_path / "out/bare_s0/log.jsonl").read_text().splitlines()
+    assert all(json.loads(line)["dev_accuracy"] is None for line in log)
+    done = script("train_imbanid.py", *flags, *TINY_TRAIN, "--num_classes", "true", "--restart", ok=False)
+    one_line_error(done, "--num_classes true")
+
+
+def test_a_benchmark_run_gets_names_too(tiny_run, tmp_path):
+    task, folder = tiny_run
+    script("train_imbanid.py", *task, *TINY_TRAIN, "--tag", "named")
+    run = folder / "out/demo_g4_s0_named"
+    script("predict.py", run, "--data_dir", folder / "data")
+    assert len(read(run / "assignments.csv")) == len(read_run(folder / "data/demo_g4_s0")[0]["train"])
+    (tmp_path / "t.txt").write_text("turn off the lights\nplay some jazz\n")
+    done = script("predict.py", run, tmp_path / "t.txt")
+    assert len(done.stdout.splitlines()) == 3
+
+
+# ---- a real corpus as one table ----
+
+def test_a_real_corpus_as_a_table(real_raw, tmp_path):
+    """BANKING77-LT, gamma 10, as a CSV with most labels blanked: K within 20 %, and names that say what is in a cluster.
+
+    Pre-training is shortened to 6 epochs here. README has the figures of full runs.
+    """
+    texts, labels, names, counts, num_known, labelled = make_split(raw_corpus("banking", real_raw, "")[0], 10, 0, 0.75, 0.1)
+    truth = labels["train"]
+    shown = [names[k] if seen else "" for k, seen in zip(truth, labelled)]
+    path = table(tmp_path / "bank.csv", zip(texts["train"], shown))
+    flags = ("--dataset", path, "--data_dir", tmp_path / "data")
+    script("make_lt_data.py", *flags)
+    flags += ("--out_dir", tmp_path / "out")
+    script("pretrain.py", *flags, "--encoder", "minilm", "--epochs", 6)
+    script("train_imbanid.py", *flags, "--epochs", 2)
+    run = tmp_path / "out/bank_s0"
+    script("predict.py", run, "--data_dir", tmp_path / "data")
+    K = json.loads((run / "results.json").read_text())["num_classes"]
+    assert abs(K - 77) <= 0.2 * 77
+    with open_table(run / "assignments.csv") as f:
+        cluster = np.array([int(line["cluster"]) for line in records(f, "a.csv")])
+    scores = cluster_metrics(truth[~labelled], cluster[~labelled], num_known, counts)
+    assert scores["ACC"] > 55 and scores["novel"] > 30
+    hits = []
+    for line in read(run / "clusters.csv"):
+        if line["known"] == "no":
+            intent = names[np.bincount(truth[cluster == int(line["id"])]).argmax()]
+            hits.append(bool(set(intent.lower().split("_")) & set(re.split("[, ]+", line["keywords"]))))
+    assert np.mean(hits) > 0.5
