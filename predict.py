@@ -167,21 +167,17 @@ def describe(args):
     run = Path(args.run)
     state, results = open_model(run)
     data, texts, labels, names, meta = open_data(state["config"], args.data_dir)
-    texts, head = texts["train"], normalize(state["head"], dim=1).numpy()
-    K, num_known = len(head), meta["num_known"]
+    head = normalize(state["head"], dim=1).numpy()
+    K, num_known, N = len(head), meta["num_known"], len(texts["train"])
     cluster, confidence, feature = (load_array(run, name) for name in ("pseudo_label", "confidence", "train_feature"))
-    if not len(texts) == len(cluster) == len(confidence) == len(feature):
+    if not N == len(cluster) == len(confidence) == len(feature):
         raise UserError(f"{run} was trained on other data than {data} holds now: run train_imbanid.py --restart")
-    if "own" in meta:  # the dev texts are training rows too, and what the user said of them counts
-        truth = dict(zip(read_run(data)[1]["dev"], labels["dev"]))
-        given = np.array([truth.get(text, -1) for text in texts])
-        cluster, confidence = np.where(given >= 0, given, cluster), np.where(given >= 0, 1.0, confidence)
+    row, given = np.arange(N), labels["train"]  # given: what the user said
+    if "own" in meta:  # the dev texts are training rows as well, and what the user said of them counts
         row = np.load(data / "train_row.npy")
-    else:
-        row = np.arange(len(texts))
-    labelled = labels["train"].copy()
-    if "own" in meta:
-        labelled = np.where(given >= 0, given, labelled)
+        kept = dict(zip(texts["dev"], labels["dev"].tolist()))
+        given = np.array([kept.get(text, k) for text, k in zip(texts["train"], given.tolist())])
+    cluster, confidence, texts = np.where(given >= 0, given, cluster), np.where(given >= 0, 1.0, confidence), texts["train"]
 
     words = keywords(texts, cluster, K)
     nearness = np.einsum("nh,nh->n", feature.astype(np.float32), head[cluster])
@@ -204,7 +200,7 @@ def describe(args):
     header = ["id", "known", "name", "size", "share", "confidence", "keywords", *(f"example_{n + 1}" for n in range(EXAMPLES))]
     write_atomic(run / "clusters.csv", csv_bytes(header, lines))
     write_atomic(run / "assignments.csv", csv_bytes(("row", "text", "label", "cluster", "name", "confidence"), (
-        [n + 1, texts[i], names[labelled[i]] if labelled[i] >= 0 else "", cluster[i], titles[cluster[i]],
+        [n + 1, texts[i], names[given[i]] if given[i] >= 0 else "", cluster[i], titles[cluster[i]],
          f"{100 * confidence[i]:.1f}"] if i >= 0 else [n + 1, "", "", "", "", ""] for n, i in enumerate(row.tolist()))))
     write_atomic(run / "train_row.npy", lambda f: np.save(f, row))
     new = [line for line in lines if line[1] == "no"]
