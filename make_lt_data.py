@@ -114,6 +114,8 @@ def run_script(main, Args=None):
         main(parse_args(Args) if Args else sys.argv[1:])
     except UserError as err:
         message = str(err)
+    except BrokenPipeError:  # `| head` has read enough
+        os._exit(0)
     except OSError as err:
         # None is numpy's short write; the rest are disks that are full and paths that are not what they should be.
         if err.errno not in (None, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS, errno.ENOTDIR,

@@ -39,7 +39,7 @@ EXAMPLES = 5  # typical texts of a cluster in clusters.csv
 # Function words of requests, and what is left of "don't" and "I'm", beside scikit-learn's list of English function words.
 STOP_WORDS = ENGLISH_STOP_WORDS.union(
     "does did doing don doesn didn isn aren wasn won ll ve re just please want wants wanted need needs needed like know tell "
-    "let make got getting going say said".split())
+    "let make got getting going say said thing things way".split())
 SHOWN = 20  # typical texts that --name_command reads
 NEW_COLUMNS = ("cluster", "name", "confidence", "second", "second_confidence", "third", "third_confidence")
 

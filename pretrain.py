@@ -28,6 +28,9 @@ from encoder import Encoder, pick_dtype
 from make_lt_data import UserError, open_run, run_script, write_atomic
 
 
+SEARCHED = 20_000  # unlabelled rows that the first centres and the number of classes are searched on
+
+
 @dataclass
 class Args:
     dataset: str = "clinc"  # as given to make_lt_data.py; of a table of your own, the file's name is enough
@@ -190,7 +193,8 @@ def seed_centres(x, label, K, num_known, kappa, label_weight, swaps, seed, quiet
     label_weight rows of its class, which keeps a known centre from drifting to a larger neighbour. EM alone keeps the novel
     centres near where they start, so `swaps` times one is moved: of four drawn the one that the rows would miss least, and
     of 16 rows that are explained badly to the one where it helps most. The move stays if mixture_step's objective rises
-    within three steps. Its labelled part is what tells a new intent from half of a known one: a novel centre that takes
+    within three steps. Of a large corpus the moves are tried on SEARCHED unlabelled rows, then all rows settle the centres.
+    Its labelled part is what tells a new intent from half of a known one: a novel centre that takes
     over a known class makes that class's own labelled rows, each left out in turn, look like strangers.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -200,6 +204,16 @@ def seed_centres(x, label, K, num_known, kappa, label_weight, swaps, seed, quiet
     def draw(weight, n):
         return free[torch.multinomial(weight.clamp_min(1e-6).cpu(), n, generator=generator).to(free.device)]
 
+    def settle(x, total, log_share, steps):
+        for _ in range(steps):
+            total, log_share, likelihood, objective = mixture_step(x, held, label, total, log_share, kappa, label_weight)
+        return total, log_share, likelihood[free], objective
+
+    uniform = -math.log(K)
+    if len(free) > SEARCHED:
+        rows = torch.cat([held, free[torch.randperm(len(free), generator=generator)[:SEARCHED].to(free.device)]])
+        centre = seed_centres(x[rows], label[rows], K, num_known, kappa, label_weight, swaps, seed, quiet)
+        return normalize(settle(x, centre, torch.full((K,), uniform, device=x.device), 30)[0], dim=1)
     total = torch.zeros(K, x.shape[1], device=x.device).index_add_(0, label[held], label_weight * x[held])
     similarity = x[free] @ normalize(total[:num_known], dim=1).T
     nearest = similarity.amax(1) if num_known else x.new_zeros(len(free))
@@ -207,12 +221,7 @@ def seed_centres(x, label, K, num_known, kappa, label_weight, swaps, seed, quiet
         total[j] = x[draw(1 - nearest, 1)]
         nearest = torch.maximum(nearest, x[free] @ total[j])
 
-    def settle(x, total, log_share, steps):
-        for _ in range(steps):
-            total, log_share, likelihood, objective = mixture_step(x, held, label, total, log_share, kappa, label_weight)
-        return total, log_share, likelihood[free], objective
-
-    uniform, missed, unlabelled = -math.log(K), None, fast[free]
+    missed, unlabelled = None, fast[free]
     now = settle(fast, total, torch.full((K,), uniform, device=x.device), 20)
     for _ in tqdm(range(swaps if K > num_known else 0), desc="seeding", disable=quiet or not sys.stderr.isatty(), leave=False):
         if missed is None:  # what the log-likelihood loses without each centre
@@ -288,12 +297,12 @@ def estimate_num_classes(z, label, dev_z, dev_label, args_of_seeding, seed):
     where the two meet the number is right on average for the known classes, hence for the unknown ones, which differ from
     them in nothing but that nobody labelled them. K is searched on a geometric grid and read off a straight line through
     the four values around the crossing. With fewer than four known classes the silhouette decides. Of a large corpus
-    20,000 unlabelled rows are looked at.
+    SEARCHED unlabelled rows are looked at.
     """
     kappa, label_weight, swaps = args_of_seeding
     args_of_seeding = kappa, label_weight, swaps // 5  # 300 moves find better centres, but as many of them
     free = torch.where(label < 0)[0].cpu()
-    drawn = free[torch.randperm(len(free), generator=torch.Generator().manual_seed(seed))[:20_000]]
+    drawn = free[torch.randperm(len(free), generator=torch.Generator().manual_seed(seed))[:SEARCHED]]
     rows = torch.cat([torch.where(label >= 0)[0].cpu(), drawn]).to(z.device)
     z, label = z[rows], label[rows]
     num_known, balance = int(label.max()) + 1, {}

@@ -19,7 +19,7 @@ import pretrain
 import train_imbanid
 from encoder import Encoder
 from make_lt_data import UserError, parse_args
-from pretrain import class_means, estimate_num_classes, mixture_score, mixture_step, seed_centres, semi_supervised_kmeans
+from pretrain import appendix_e, class_means, mixture_score, mixture_step, seed_centres, semi_supervised_kmeans
 
 
 def train(task, *flags):
@@ -131,8 +131,8 @@ def test_class_means_of_an_empty_class_are_zero():
 def test_estimate_counts_the_large_clusters():
     x, _, _ = blobs([80, 60, 40, 30], spread=0.02)
     x = torch.cat([x, torch.nn.functional.normalize(torch.randn(2, 16, generator=torch.Generator().manual_seed(9)), dim=1)])
-    assert estimate_num_classes(x, 2, max_classes=6, min_cluster=20, seed=0) == 4
-    assert estimate_num_classes(x, 5, max_classes=6, min_cluster=20, seed=0) == 5  # never fewer than the known ones
+    assert appendix_e(x, 2, max_classes=6, min_cluster=20, seed=0) == 4
+    assert appendix_e(x, 5, max_classes=6, min_cluster=20, seed=0) == 5  # never fewer than the known ones
 
 
 def test_results_file_and_arrays(tiny_run):
@@ -162,7 +162,7 @@ SWITCHES = [("--pseudo_label", "cot"), WEAK, ("--pseudo_label", "eot", *WEAK), (
             ("--no_adaptive_weight",), ("--no_cwcl",), ("--no_iwcl",), ("--omega", 0.9), ("--lambda1", 1.0),
             ("--lambda2", 0.1), ("--rho", 0.1), ("--tau", 0.5), ("--temperature", 0.2),
             ("--replace_rate", 0.6), ("--view_epochs", 1), ("--kappa", 3.0), ("--label_weight", 1.0), ("--num_classes", 10),
-            ("--num_classes", "auto"), ("--num_classes", "auto", "--max_classes", 12, "--min_cluster", 3), ("--swaps", 0)]
+            ("--num_classes", "auto"), ("--num_classes", "appendix_e", "--max_classes", 12, "--min_cluster", 3), ("--swaps", 0)]
 
 
 def test_every_switch_changes_the_run(tiny_run):
