@@ -27,7 +27,6 @@ from tqdm import tqdm
 from encoder import Encoder, pick_dtype
 from make_lt_data import UserError, open_run, run_script, write_atomic
 
-
 SEARCHED = 20_000  # unlabelled rows that the first centres and the number of classes are searched on
 
 
@@ -193,9 +192,9 @@ def seed_centres(x, label, K, num_known, kappa, label_weight, swaps, seed, quiet
     label_weight rows of its class, which keeps a known centre from drifting to a larger neighbour. EM alone keeps the novel
     centres near where they start, so `swaps` times one is moved: of four drawn the one that the rows would miss least, and
     of 16 rows that are explained badly to the one where it helps most. The move stays if mixture_step's objective rises
-    within three steps. Of a large corpus the moves are tried on SEARCHED unlabelled rows, then all rows settle the centres.
-    Its labelled part is what tells a new intent from half of a known one: a novel centre that takes
-    over a known class makes that class's own labelled rows, each left out in turn, look like strangers.
+    within three steps. Its labelled part is what tells a new intent from half of a known one: a novel centre that takes
+    over a known class makes that class's own labelled rows, each left out in turn, look like strangers. Of a large corpus
+    the moves are tried on SEARCHED unlabelled rows, then all rows settle the centres.
     """
     generator = torch.Generator().manual_seed(seed)
     held, free = torch.where(label >= 0)[0], torch.where(label < 0)[0]
