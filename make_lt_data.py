@@ -326,7 +326,7 @@ def records(file, path):
         lines = itertools.chain([first], file)
         if kind in (".json", ".jsonl"):
             whole = first.lstrip().startswith("[")
-            for number, row in enumerate(json.loads("".join(lines)) if whole else filter(str.strip, lines), 1):  # noqa: B007
+            for number, row in enumerate(json.loads("".join(lines)) if whole else filter(str.strip, lines), 1):  # noqa: B007, read below
                 row = row if whole else json.loads(row)
                 yield {key: "" if value is None else str(value) for key, value in row.items()}
         elif kind in TABLES:
@@ -408,7 +408,8 @@ def make_own_task(texts, labels, seed, dev_ratio):
     for label in filter(None, chosen):
         counts[label] = counts.get(label, 0) + 1
     names = sorted(counts)
-    label = np.array([names.index(c) if c else -1 for c in chosen], dtype=np.int64)
+    class_id = {name: k for k, name in enumerate(names)} | {"": -1}
+    label = np.array([class_id[c] for c in chosen], dtype=np.int64)
     rng, dev = np.random.default_rng(seed), []
     for k in range(len(names)):
         members = rng.permutation(np.flatnonzero(label == k))

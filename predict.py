@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 from encoder import Encoder, pick_dtype
 from make_lt_data import UserError, open_table, pick_text_column, read_run, records, run_name, run_script, write_atomic
-from pretrain import load_checkpoint, load_trained, pick_device
+from pretrain import data_fingerprint, load_checkpoint, load_trained, pick_device
 
 EXAMPLES = 5  # typical texts of a cluster in clusters.csv
 # Function words of requests, and what is left of "don't" and "I'm", beside scikit-learn's list of English function words.
@@ -141,10 +141,13 @@ def open_model(run):
 
 
 def open_data(config, data_dir):
-    """read_run of the data that a run was trained on, and its folder."""
+    """The data folder that a run was trained on, and read_run of it."""
     ratios = (config["known_ratio"], config["labeled_ratio"])
     data = Path(data_dir) / run_name(config["dataset"], config["gamma"], config["seed"], *ratios)
-    return data, *read_run(data, dataset=config["dataset"], seed=config["seed"])
+    found = read_run(data, dataset=config["dataset"], seed=config["seed"])
+    if data_fingerprint(data) != config["pretrain"]["data"]:
+        raise UserError(f"{data} holds other data now than the run was trained on: train it anew, or pass --data_dir")
+    return data, *found
 
 
 def load_array(run, name):
@@ -168,11 +171,9 @@ def describe(args):
     state, results = open_model(run)
     data, texts, labels, names, meta = open_data(state["config"], args.data_dir)
     head = normalize(state["head"], dim=1).numpy()
-    K, num_known, N = len(head), meta["num_known"], len(texts["train"])
+    K, num_known = len(head), meta["num_known"]
     cluster, confidence, feature = (load_array(run, name) for name in ("pseudo_label", "confidence", "train_feature"))
-    if not N == len(cluster) == len(confidence) == len(feature):
-        raise UserError(f"{run} was trained on other data than {data} holds now: run train_imbanid.py --restart")
-    row, given = np.arange(N), labels["train"]  # given: what the user said
+    row, given = np.arange(len(cluster)), labels["train"]  # given: what the user said
     if "own" in meta:  # the dev texts are training rows as well, and what the user said of them counts
         row = np.load(data / "train_row.npy")
         kept = dict(zip(texts["dev"], labels["dev"].tolist()))

@@ -301,6 +301,8 @@ def estimate_num_classes(z, label, dev_z, dev_label, args_of_seeding, seed):
     kappa, label_weight, swaps = args_of_seeding
     args_of_seeding = kappa, label_weight, swaps // 5  # 300 moves find better centres, but as many of them
     free = torch.where(label < 0)[0].cpu()
+    if len(free) == 0:
+        return int(label.max()) + 1
     drawn = free[torch.randperm(len(free), generator=torch.Generator().manual_seed(seed))[:SEARCHED]]
     rows = torch.cat([torch.where(label >= 0)[0].cpu(), drawn]).to(z.device)
     z, label = z[rows], label[rows]

@@ -279,6 +279,7 @@ def resolve_num_classes(args, z, label, meta, rank):
             K += (appendix_e(z["train"], meta["num_known"], args.max_classes, args.min_cluster, args.seed)
                   if wanted == "appendix_e" else
                   estimate_num_classes(z["train"], label["train"], z["dev"], label["dev"], seeding(args, meta), args.seed))
+            K.clamp_(max=meta["num_known"] + meta["num_unlabelled"])
             print(f"estimated number of classes: {int(K)}" + (
                 f" (the benchmark has {meta['num_classes']})" if meta["num_classes"] else "; --num_classes sets it"))
         return int(sum_over_ranks(K))
