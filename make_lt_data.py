@@ -153,8 +153,8 @@ def write_atomic(path, content):
 def own_name(dataset):
     """What a table of one's own is called in folder names: my_utterances for ~/Inbox/my_utterances.csv or for itself."""
     path = Path(dataset)
-    name = re.sub(r"[^\w.-]+", "_", path.stem if path.suffix.lower() in TABLES else path.name)
-    return f"{name}_own" if name in CORPORA else name
+    name = re.sub(r"[^\w-]+", "_", path.stem if path.suffix.lower() in TABLES else path.name)
+    return f"{name}_own" if re.fullmatch(f"({'|'.join(CORPORA)})(_g[0-9_]*)?", name) else name
 
 
 def run_name(dataset, gamma, seed, known_ratio=0.75, labeled_ratio=0.1):
@@ -313,6 +313,11 @@ def open_table(path):
     return open(path, encoding="utf-8-sig", newline="")
 
 
+def clean(text):
+    """text with half a surrogate pair, which JSON may hold and no file can, as a question mark."""
+    return text.encode("utf-8", "replace").decode()
+
+
 def records(file, path):
     """Yield the rows of an open table as dicts of str, reading on as they are asked for.
 
@@ -326,15 +331,21 @@ def records(file, path):
         lines = itertools.chain([first], file)
         if kind in (".json", ".jsonl"):
             whole = first.lstrip().startswith("[")
-            for number, row in enumerate(json.loads("".join(lines)) if whole else filter(str.strip, lines), 1):  # noqa: B007, read below
+            for number, row in enumerate(json.loads("".join(lines)) if whole else filter(str.strip, lines), 1):  # noqa: B007
                 row = row if whole else json.loads(row)
-                yield {key: "" if value is None else str(value) for key, value in row.items()}
+                yield {clean(key): "" if value is None or value != value else clean(str(value)) for key, value in row.items()}
         elif kind in TABLES:
             # A header of one name: no delimiter, so that commas in unquoted texts do no harm (none holds a unit separator).
             delimiter = "\t" if kind == ".tsv" else max(",;\t|", key=first.count)
             reader = csv.reader(lines, delimiter=delimiter if delimiter in first else "\x1f", strict=True)
             columns = [name.strip() for name in next(reader, [])]
-            for row in filter(None, reader):
+            twice = next((name for name in columns if columns.count(name) > 1), None)
+            if twice is not None:
+                raise UserError(f"{path} has several columns called {twice!r}: give each a name of its own")
+            for row in reader:
+                row = row or [""] * (len(columns) == 1)  # an empty line of a one-column table is a row without text
+                if not row:
+                    continue
                 if len(row) != len(columns):
                     raise UserError(f"{path}, line {reader.line_num}: {len(row)} cell(s), the header has {len(columns)}: a "
                                     "text that holds the delimiter or a quote must stand in quotes")
@@ -345,7 +356,7 @@ def records(file, path):
         raise UserError(f"{path}: not valid UTF-8; convert the file to UTF-8 first") from None
     except csv.Error as err:
         raise UserError(f"{path}, line {reader.line_num}: broken quoting ({err})") from None
-    except (ValueError, AttributeError) as err:
+    except (ValueError, AttributeError, RecursionError) as err:
         raise UserError(f"{path}, row {number}: not a JSON object such as {{\"text\": ..., \"label\": ...}} ({err})") from None
 
 
@@ -360,14 +371,14 @@ def pick_column(path, columns, flag, wanted, usual, fallback):
 def pick_text_column(path, rows, columns, wanted=""):
     """The column with the texts: the one asked for, one with a usual name, or the one with the most letters in rows."""
     letters = {name: sum(c.isalpha() for row in rows for c in row.get(name, "")) for name in columns}
-    found = pick_column(path, columns, "text_column", wanted, TEXT_NAMES, max(columns, key=letters.get))
-    if not letters[found]:
-        raise UserError(f"{path} has no column with text (tried {found!r}): name it with --text_column")
+    found = pick_column(path, columns, "text_column", wanted, TEXT_NAMES, max(columns, key=letters.get, default=None))
+    if found is None or not (wanted or found.lower() in TEXT_NAMES or letters[found]):
+        raise UserError(f"{path} has no column with text: name it with --text_column")
     return found
 
 
 def read_table(path, text_column, label_column):
-    """(texts, labels, text column, label column) of a table, stripped; a label is "" where there is none."""
+    """(texts, labels, text column, label column or None) of a table, stripped; a label is "" where there is none."""
     if not path.is_file() or path.suffix.lower() not in TABLES:
         raise UserError(f"--dataset {path} is unknown: choose one of {', '.join(CORPORA)}, or a file ending in "
                         f"{', '.join(TABLES)} with a text column")
@@ -377,13 +388,12 @@ def read_table(path, text_column, label_column):
         raise UserError(f"{path} is empty, or a header without rows: expected a header line and texts")
     columns = list(dict.fromkeys(key for row in rows for key in row))  # a JSON object may leave a key out
     text_column = pick_text_column(path, rows[:1000], columns, text_column)
-    unlabelled = label_column == "none"
-    label_column = "" if unlabelled else pick_column(path, [c for c in columns if c != text_column], "label_column",
-                                                     label_column, LABEL_NAMES, "")
+    others = [c for c in columns if c != text_column]
+    label_column = None if label_column == "none" else pick_column(path, others, "label_column", label_column, LABEL_NAMES,
+                                                                   None)
     texts = [row.get(text_column, "").replace("\r\n", "\n").replace("\r", "\n").strip() for row in rows]
-    texts = [text.encode("utf-8", "replace").decode() for text in texts]  # JSON may hold half a surrogate pair
-    labels = [" ".join(row.get(label_column, "").split()) for row in rows]
-    if label_column and not any(labels):
+    labels = [" ".join(row[label_column].split()) if row.get(label_column) else "" for row in rows]
+    if label_column is not None and not any(labels):
         raise UserError(f"{path}: column {label_column!r} is empty in every row: pass --label_column none to cluster without "
                         "labels")
     if len(set(texts) - {""}) < FEWEST_TEXTS:
@@ -453,10 +463,11 @@ def own_data(args):
     texts, labels, text_column, label_column = read_table(path, args.text_column, args.label_column)
     guessed = "" if args.text_column and args.label_column else "; --text_column and --label_column choose others"
     print(f"{path}: {len(texts)} rows, texts in column {text_column!r}, "
-          f"{f'labels in column {label_column!r}' if label_column else 'no labels'}{guessed}")
+          f"{'no labels' if label_column is None else f'labels in column {label_column!r}'}{guessed}")
     texts, labels, names, row = make_own_task(texts, labels, args.seed, args.dev_ratio)
     labelled = int((labels["train"] >= 0).sum())
-    meta = {"dataset": own_name(args.dataset), "own": True, "seed": args.seed, "asked": asked, "num_classes": 0,
+    meta = {"dataset": own_name(args.dataset), "own": True, "seed": args.seed, "asked": asked, "text_column": text_column,
+            "num_classes": 0,
             "labeled_ratio": max(0.1, labelled / len(texts["train"])), "num_known": len(names), "num_labelled": labelled,
             "num_unlabelled": len(texts["train"]) - labelled, "num_dev": len(texts["dev"]), "num_test": 0,
             "num_rows": len(row),

@@ -105,7 +105,8 @@ def propose_names(words, known):
 def ask_for_name(command, words, examples, proposed):
     """The first line the user's program prints when it reads a cluster's keywords and typical texts, else `proposed`."""
     asked = [f"keywords: {', '.join(words)}", *(" ".join(text.split()) for text in examples)]
-    said = subprocess.run(command, shell=True, capture_output=True, text=True, input="\n".join(asked) + "\n")
+    said = subprocess.run(command, shell=True, capture_output=True, input="\n".join(asked) + "\n", encoding="utf-8",
+                          errors="replace")
     line = next((line.strip() for line in said.stdout.splitlines() if line.strip()), "")
     if said.returncode in (126, 127):
         raise UserError(f"--name_command {command!r} cannot be run: {said.stderr.strip()[:200]}")
@@ -254,12 +255,14 @@ def label_rows(rows, text_column, labeller, names, columns, batch):
 def label_file(args):
     """Stream args.input to args.output with a cluster for every row."""
     run = Path(args.run)
-    state = open_model(run)[0]
+    state, results = open_model(run)
     names = cluster_names(run, len(state["head"]))
     stdin, output = args.input == "-", Path(args.output)
     if not stdin and not Path(args.input).is_file():
         raise UserError(f"{args.input} is missing: pass a .csv, .tsv or .jsonl file, a file of lines, or - for stdin")
-    part = output.with_name(output.name + ".part")
+    if args.output != "-" and (output.is_dir() or not output.parent.is_dir()):
+        raise UserError(f"--output {output} cannot be written: pass a file's name in a folder that exists")
+    part = output.with_name(output.name + ".part") if output.is_file() or not output.exists() else output  # not over /dev/null
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(io.TextIOWrapper(sys.stdin.buffer, "utf-8-sig", newline="") if stdin else
                                    open_table(args.input))
@@ -268,16 +271,22 @@ def label_file(args):
         if not sample:
             raise UserError(f"{'stdin' if stdin else args.input} is empty, or a header without rows")
         columns = list(dict.fromkeys(key for row in sample for key in row))
-        text_column = pick_text_column(args.input, sample, columns, args.text_column)
+        trained_on = results.get("text_column") if results.get("text_column") in columns else ""
+        text_column = pick_text_column(args.input, sample, columns, args.text_column or trained_on)
         labeller = Labeller(state, args.device, args.dtype)
         if args.output == "-":
             out = stack.enter_context(io.TextIOWrapper(sys.stdout.buffer, "utf-8", newline="", write_through=True))
         else:
-            stack.callback(part.unlink, missing_ok=True)
+            if part != output:
+                stack.callback(part.unlink, missing_ok=True)
             out = stack.enter_context(open(part, "w", encoding="utf-8", newline=""))
         bar = stack.enter_context(tqdm(total=None if stdin else os.path.getsize(args.input), unit="B", unit_scale=True,
                                        desc="labelling", disable=not sys.stderr.isatty()))
-        added = [f"predicted_{name}" if name in columns else name for name in NEW_COLUMNS]
+        added = []
+        for name in NEW_COLUMNS:
+            while name in columns:
+                name = f"predicted_{name}"
+            added.append(name)
         table = csv.DictWriter(out, [*columns, *added], restval="", extrasaction="ignore", lineterminator="\n")
         table.writeheader()
         count = 0
@@ -287,9 +296,11 @@ def label_file(args):
             if not stdin:
                 bar.update(file.buffer.tell() - bar.n)
         out.flush()
+        print(f"{count} rows labelled by column {text_column!r}", file=sys.stderr)
         if args.output != "-":
-            os.replace(part, output)
-            print(f"{count} rows labelled by column {text_column!r}; written to {output}")
+            if part != output:
+                os.replace(part, output)
+            print(f"written to {output}")
 
 
 def main(words):
@@ -309,6 +320,10 @@ def main(words):
     args = parser.parse_args(words)
     if args.batch_size < 1:
         raise UserError(f"--batch_size {args.batch_size} must be 1 or more")
+    if args.input is None and (args.output != "-" or args.text_column):
+        raise UserError("--output and --text_column belong to new texts, and none were given: predict.py RUN new.csv -o FILE")
+    if args.input is not None and args.name_command:
+        raise UserError("--name_command belongs to the naming of a run's clusters: pass no new texts with it")
     (describe if args.input is None else label_file)(args)
 
 

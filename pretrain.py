@@ -295,8 +295,8 @@ def estimate_num_classes(z, label, dev_z, dev_label, args_of_seeding, seed):
     With too few centres a hidden class shares its cluster (precision is low), with too many it is torn (recall is low);
     where the two meet the number is right on average for the known classes, hence for the unknown ones, which differ from
     them in nothing but that nobody labelled them. K is searched on a geometric grid and read off a straight line through
-    the four values around the crossing. With fewer than four known classes the silhouette decides. Of a large corpus
-    SEARCHED unlabelled rows are looked at.
+    the four values around the crossing. With fewer than four known classes of two labelled rows or more the silhouette
+    decides. Of a large corpus SEARCHED unlabelled rows are looked at.
     """
     kappa, label_weight, swaps = args_of_seeding
     args_of_seeding = kappa, label_weight, swaps // 5  # 300 moves find better centres, but as many of them
@@ -314,8 +314,9 @@ def estimate_num_classes(z, label, dev_z, dev_label, args_of_seeding, seed):
         balance[step] = recall - precision
         return balance[step]
 
-    if num_known < 4:
-        return silhouette_num_classes(z, label, args_of_seeding, seed)
+    sizes = torch.cat([label[label >= 0], dev_label]).bincount(minlength=max(1, num_known))
+    if (sizes > 1).sum() < 4:
+        return max(num_known, silhouette_num_classes(z, label, args_of_seeding, seed))
     step = 2
     if measure(step) > 0:  # classes are merged: more centres
         while 1.15 ** step * num_known < len(z) / 4 and measure(step := step + 1) > 0:

@@ -273,6 +273,8 @@ def resolve_num_classes(args, z, label, meta, rank):
     wanted = args.num_classes or ("true" if meta["num_classes"] else "auto")
     if wanted == "true" and meta["num_classes"]:
         return meta["num_classes"]
+    if wanted == "appendix_e" and not (meta["num_known"] or args.max_classes):
+        raise UserError("--num_classes appendix_e needs known classes, or --max_classes")
     if wanted in ("auto", "appendix_e"):
         K = torch.zeros(1, dtype=torch.int64, device=z["train"].device)
         if rank == 0:
@@ -391,18 +393,20 @@ def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, 
     z = {"raw": unit_features()}
     load_trained(encoder.last_layer, pre["last_layer"])
     z["pretrained"] = unit_features()
-    K = resolve_num_classes(args, z["pretrained"], label, meta, rank)
+    found = find_checkpoint(out, config, args.restart, rank, world, device)
+    K = len(found["head"]) if found else resolve_num_classes(args, z["pretrained"], label, meta, rank)
     lap("features")
 
     # The cluster head: K unit rows, known classes first. Process 0 seeds it, the others receive it.
     head = torch.zeros(K, encoder.hidden_size, device=device)
     if rank == 0:
         out.mkdir(parents=True, exist_ok=True)
-        head += seed_centres(z["pretrained"]["train"], label["train"], K, meta["num_known"], *seeding(args, meta), args.seed)
+        head += found["head"].to(device) if found else seed_centres(
+            z["pretrained"]["train"], label["train"], K, meta["num_known"], *seeding(args, meta), args.seed)
     head = nn.Parameter(sum_over_ranks(head))
     lap("seeding")
 
-    epoch, before, assign = run_epochs(args, encoder, head, tokens, hidden, label, out, config, rank, world)
+    epoch, before, assign = run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, rank, world)
     pseudo_label, confidence, transport, _ = assign()
     pseudo_label, confidence = (gather_rows(x, N).cpu().numpy() for x in (pseudo_label, confidence))
     z["final"] = unit_features()
@@ -413,7 +417,7 @@ def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, 
     arrays = {"pseudo_label": pseudo_label, "confidence": confidence, "beta": transport.beta.cpu().numpy(),
               "train_feature": z["final"]["train"].half().cpu().numpy()}
     if "own" in meta:  # nobody knows the truth
-        scores = {"own": True, **{k: meta[k] for k in ("num_rows", "num_known", "num_labelled", "num_dev")}}
+        scores = {"own": True, **{k: meta[k] for k in ("num_rows", "num_known", "num_labelled", "num_dev", "text_column")}}
     else:
         scores, arrays["test_pred"] = evaluate(args, z, head.detach(), pseudo_label, data, labels, meta,
                                                base / f"kmeans_{K}.npy")
@@ -429,9 +433,26 @@ def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, 
     print_results(results, out)
 
 
-def run_epochs(args, encoder, head, tokens, hidden, label, out, config, rank, world):
-    """The loop of the module docstring, from out/last.pt on where there is one. label: {"train", "dev"}, all processes' rows.
+def find_checkpoint(out, config, restart, rank, world, device):
+    """out/last.pt where an earlier run with these settings left one, the same on all processes; None otherwise."""
+    found = load_checkpoint(out / "last.pt")
+    if found and not same_config(found["config"], config, out / "last.pt", restart):
+        found = None
+    epoch = found["epoch"] if found else 0
+    if int(sum_over_ranks(torch.tensor(epoch, device=device))) != world * epoch:
+        raise UserError(f"the processes found different checkpoints: every node needs the same {out}/ (a shared disk)")
+    if rank == 0 and found:
+        print(f"resuming {out}/last.pt after epoch {epoch}")
+    elif rank == 0:  # what --restart replaces
+        for name in ("results.json", "clusters.csv", "assignments.csv", "train_row.npy", "report.html"):
+            (out / name).unlink(missing_ok=True)
+    return found
 
+
+def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, rank, world):
+    """The loop of the module docstring, from the checkpoint `found` on where there is one.
+
+    label: {"train", "dev"}, all processes' rows.
     Returns the last epoch's number, the seconds that killed runs had spent, and assign(): the pseudo-labels as they are now.
     """
     N, K, labelled = len(label["train"]), len(head), label["train"] >= 0
@@ -444,20 +465,12 @@ def run_epochs(args, encoder, head, tokens, hidden, label, out, config, rank, wo
     lambda2 = args.lambda2 or (2.0 if args.gamma > 1 else 7.0)
     start, before, epoch, log, view = time.time(), 0.0, 0, [], None
     potential, marginal = None, torch.full((K,), 1 / K, dtype=torch.float64, device=encoder.device)
-    found = load_checkpoint(out / "last.pt")
-    if found and same_config(found["config"], config, out / "last.pt", args.restart):
+    if found:
         load_trained(encoder.last_layer, found["last_layer"])
-        head.data.copy_(found["head"])
         optimizer.load_state_dict(found["optimizer"])
         schedule.load_state_dict(found["schedule"])
         epoch, log, before = found["epoch"], found["log"], found["seconds"]
         potential, marginal = found["potential"].to(encoder.device), found["marginal"].to(encoder.device)
-        if rank == 0:
-            print(f"resuming {out}/last.pt after epoch {epoch}")
-    elif rank == 0:
-        (out / "results.json").unlink(missing_ok=True)  # of the run that --restart replaces
-    if int(sum_over_ranks(torch.tensor(epoch, device=encoder.device))) != world * epoch:
-        raise UserError(f"the processes found different checkpoints: every node needs the same {out}/ (a shared disk)")
 
     def assign():
         z = normalize(encoder.all_features(hidden["train"]), dim=1)

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -39,16 +40,18 @@ def test_columns_are_guessed_and_can_be_named(tmp_path):
     path = table(tmp_path / "t.csv", rows, ("id", "session", "Message", "Intent"), ";")
     texts, labels, text_column, label_column = read_table(path, "", "")
     assert (texts, text_column, label_column) == (TEXTS, "Message", "Intent") and labels == ["", "b"] * 6
-    assert read_table(path, "", "none")[3] == ""
+    assert read_table(path, "", "none")[3] is None
     named = table(tmp_path / "n.csv", [(text, "c", text[::-1]) for text in TEXTS], ("text", "topic", "note"))
+    index = table(tmp_path / "index.csv", list(enumerate(TEXTS)), ("", "text"))  # as pandas writes it
+    assert read_table(index, "", "")[1] == read_table(index, "", "none")[1] == [""] * 12
     assert read_table(named, "note", "topic")[0][0] == "rood eht nepo" and read_table(named, "note", "text")[1] == TEXTS
     odd = table(tmp_path / "odd.tsv", [(n, text) for n, text in enumerate(TEXTS)], ("n", "what"), "\t")
     assert read_table(odd, "", "")[2:] == ("what", "")  # no usual name: the column with the most letters
 
 
 def test_json_lines_json_and_unquoted_commas(tmp_path):
-    lines = [json.dumps({"text": text} | ({"label": "a"} if n == 7 else {"label": None} if n == 8 else {}))
-             for n, text in enumerate(TEXTS)]
+    labels = {7: {"label": "a"}, 8: {"label": None}, 9: {"label": float("nan")}}
+    lines = [json.dumps({"text": text} | labels.get(n, {})) for n, text in enumerate(TEXTS)]
     (tmp_path / "t.jsonl").write_text("\n".join(lines) + "\n\n")
     (tmp_path / "t.json").write_text("[" + ",\n".join(lines) + "]")
     for name in ("t.jsonl", "t.json"):
@@ -56,15 +59,17 @@ def test_json_lines_json_and_unquoted_commas(tmp_path):
         assert texts == TEXTS and label_column == "label" and labels == [""] * 7 + ["a"] + [""] * 4
     (tmp_path / "one.csv").write_text("text\n" + "\n".join(f"well, {text}" for text in TEXTS))
     assert read_table(tmp_path / "one.csv", "", "")[0][0] == "well, open the door"
+    (tmp_path / "gap.csv").write_text("text\r\n" + "\r\n\r\n".join(TEXTS))
+    assert read_table(tmp_path / "gap.csv", "", "")[0] == [cell for text in TEXTS for cell in (text, "")][:-1]
 
 
 def test_odd_texts_survive(tmp_path):
     odd = ["смените пароль", "密码在哪里", "🙂🙃", "line one\nline two", 'say "hi", please', "x" * 200_000, "\u0130stanbul",
            "tab\there", "cr\rlf", "\ufeffmark", "a\u0000b"]
     path = tmp_path / "t.jsonl"
-    path.write_text("\n".join(json.dumps({"text": text, "label": "l1\nl2"}) for text in [*odd, "half \ud800 pair"]))
+    path.write_text("\n".join(json.dumps({"text": text, "label": "l1\nl\ud800"}) for text in [*odd, "half \ud800 pair"]))
     texts, labels, names, row = make_own_task(*read_table(path, "", "")[:2], 0, 0.2)
-    assert names == ["l1 l2"] and len(texts["train"]) == 12 and row.tolist() == list(range(12))
+    assert names == ["l1 l?"] and len(texts["train"]) == 12 and row.tolist() == list(range(12))
     folder = tmp_path / "data"
     script("make_lt_data.py", "--dataset", path, "--data_dir", folder)
     assert read_run(folder / "t_s0")[0]["train"] == texts["train"]
@@ -107,13 +112,18 @@ def test_bad_tables_end_in_one_line(tmp_path):
     check("image.csv", b"\x89PNG\r\n\x1a\n\x00\x00", "UTF-8")
     check("latin.csv", b"text,label\n" + "größe,a\n".encode("latin-1") * 12, "UTF-8")
     check("bad.jsonl", '{"text": "a"}\n{"text": \n', "JSON")
+    check("braces.jsonl", "{}\n" * 12, "no column with text")
+    check("deep.jsonl", "[" * 100_000, "JSON")
+    check("twice.csv", "text,text\n" + "\n".join(f"{text},a" for text in TEXTS), "several columns called 'text'")
     check("list.jsonl", '["a", "b"]\n["c"]\n', "JSON")
     check("t.csv", "text,label\n" + rows, "dev_ratio", flags=("--dev_ratio", 1))
 
 
 def test_names_of_runs_and_changed_tables(tmp_path):
-    assert run_name("/a/b c/My Table.v2.csv", 10, 3) == run_name("My Table.v2.csv", 5, 3) == "My_Table.v2_s3"
-    assert run_name("clinc.csv", 10, 0) == "clinc_own_s0" and run_name("clinc", 10, 0) == "clinc_g10_s0"
+    assert run_name("/a/b c/My Table.v2.csv", 10, 3) == run_name("My_Table_v2", 5, 3) == "My_Table_v2_s3"
+    for name, run in (("clinc.csv", "clinc_own_s0"), ("demo_g10.csv", "demo_g10_own_s0"), ("a.json.csv", "a_json_s0")):
+        assert run_name(name, 10, 0) == run == run_name(run[:-3], 10, 0)  # not a benchmark's folder; the name alone will do
+    assert run_name("clinc", 10, 0) == "clinc_g10_s0"
     path = table(tmp_path / "t.csv", [(text, "a") for text in TEXTS])
     flags = ("--dataset", path, "--data_dir", tmp_path / "data")
     script("make_lt_data.py", *flags)
@@ -163,6 +173,12 @@ def made_up(K, num_known, seed, spread=0.7, size=60, labelled=6, H=32):
         label[torch.where(truth == k)[0][:labelled]] = k
     dev = torch.arange(num_known).repeat_interleave(10)
     return rows(truth), label, rows(dev), dev
+
+
+def test_classes_of_one_labelled_text_each_do_not_mislead_the_estimate():
+    z, label, _, _ = made_up(20, 6, 1, labelled=1)
+    assert 14 <= estimate_num_classes(z, label, z[:0], label[:0], (30.0, 10.0, 300), 0) <= 28
+    assert estimate_num_classes(z[label >= 0], label[label >= 0], z[:0], label[:0], (30.0, 10.0, 300), 0) == 6
 
 
 @pytest.mark.parametrize("K,num_known", [(40, 30), (40, 24)])
@@ -227,7 +243,7 @@ def own_run(tmp_path_factory, tiny_rows, tiny_encoder):
     columns = ("id", "message", "intent")
     path = table(folder / "my table.csv", [(n, text, label) for n, (text, label, _) in enumerate(rows)], columns)
     env = {**os.environ, "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}", "ENCODER": str(tiny_encoder)}
-    flags = ("--num_classes", "6", "--swaps", "5", "--batch_size=64", "--epochs", "2")
+    flags = ("--num_classes", "8", "--swaps", "5", "--batch_size=64", "--epochs", "2")
     done = subprocess.run(["bash", "run_all.sh", path, *flags], cwd=folder, capture_output=True, text=True, timeout=280,
                           env=env)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -256,7 +272,7 @@ def test_from_csv_to_report_with_one_command(own_run):
     assert "</script><b>" not in page and "\\u003c/script" in page and not re.search(r"(src|href)=.https?:", page)
     assert (run / "figures/class_sizes.png").exists() and str(run.relative_to(folder)) in said
     results = json.loads((run / "results.json").read_text())
-    assert results["own"] and results["num_classes"] == 6 and "test" not in results
+    assert results["own"] and results["num_classes"] == 8 and "test" not in results
     assert not list(folder.rglob("*.part"))
 
 
@@ -276,11 +292,11 @@ def test_new_texts(own_run, tmp_path):
         else:
             assert line["cluster"] == line["predicted_name"] == ""
     # alone, in small batches, from stdin: the same answers; and the run folder is as it was
-    lines = [text for text, _, _ in rows if text and "\n" not in text]
+    lines = ["12345"] + [text for text, _, _ in rows if text and "\n" not in text]  # a first line without a letter
     done = subprocess.run([sys.executable, REPO / "predict.py", run, "-", "--batch_size", "7"], input="\n".join(lines) + "\n",
                           capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    again = list(csv.DictReader(io.StringIO(done.stdout)))
+    again = list(csv.DictReader(io.StringIO(done.stdout)))[1:]
     assert [[line["cluster"], line["confidence"]] for line in again] == [
         [line["cluster"], line["confidence"]] for line in found if line["text"] in set(lines)]
     assert before == {path: path.stat().st_mtime_ns for path in run.rglob("*")}
@@ -293,7 +309,8 @@ def test_the_users_own_naming_program(own_run, tmp_path):
     new = [line for line in read(run / "clusters.csv") if line["known"] == "no"]
     assert new[0]["name"].startswith(new[0]["keywords"].split(",")[0][:20])
     script("predict.py", run, "--data_dir", folder / "data", "--name_command", "echo same")
-    assert {line["name"] for line in read(run / "clusters.csv") if line["known"] == "no"} == {"same"}
+    named = [line["name"] for line in read(run / "clusters.csv") if line["known"] == "no"]
+    assert len(named) > 1 and sorted(named) == ["same", *(f"same {n}" for n in range(2, len(named) + 1))]
     done = script("predict.py", run, "--data_dir", folder / "data", "--name_command", "false")
     assert "failed for cluster" in done.stderr and "same" not in {line["name"] for line in read(run / "clusters.csv")}
     kept = (run / "clusters.csv").read_bytes()
@@ -307,6 +324,12 @@ def test_bad_calls_of_predict(own_run, tmp_path, tiny_run):
     one_line_error(script("predict.py", tmp_path, ok=False), "no finished run")
     one_line_error(script("predict.py", run, tmp_path / "none.csv", ok=False), "missing")
     one_line_error(script("predict.py", ok=False), "--help")
+    new = table(tmp_path / "new.csv", [(text, "") for text in TEXTS])
+    for output in (tmp_path, tmp_path / "nowhere/o.csv"):
+        one_line_error(script("predict.py", run, new, "-o", output, ok=False), "--output")
+    one_line_error(script("predict.py", run, "-o", tmp_path / "o.csv", ok=False), "new texts")
+    one_line_error(script("predict.py", run, new, "--name_command", "true", ok=False), "--name_command")
+    assert script("predict.py", run, new, "-o", "/dev/null").returncode == 0 and not Path("/dev/null").is_file()
     one_line_error(script("predict.py", run, "--data_dir", tmp_path / "nowhere", ok=False), "make_lt_data.py")
     (tmp_path / "empty.csv").write_text("text\n")
     one_line_error(script("predict.py", run, tmp_path / "empty.csv", "-o", tmp_path / "o.csv", ok=False), "empty")
@@ -328,6 +351,13 @@ def test_without_any_label(tmp_path, tiny_rows, tiny_encoder):
     assert {line["known"] for line in read(tmp_path / "out/bare_s0/clusters.csv")} == {"no"}
     log = (tmp_path / "out/bare_s0/log.jsonl").read_text().splitlines()
     assert all(json.loads(line)["dev_accuracy"] is None for line in log)
+    # A resumed run takes K and the head from its checkpoint: an estimate on another machine may differ.
+    state = torch.load(tmp_path / "out/bare_s0/last.pt")
+    K = len(state["head"])
+    (tmp_path / "out/bare_s0/results.json").unlink()
+    done = script("train_imbanid.py", *flags, *TINY_TRAIN)
+    assert "resuming" in done.stdout and "estimated" not in done.stdout
+    assert json.loads((tmp_path / "out/bare_s0/results.json").read_text())["num_classes"] == K
     done = script("train_imbanid.py", *flags, *TINY_TRAIN, "--num_classes", "true", "--restart", ok=False)
     one_line_error(done, "--num_classes true")
 
