@@ -46,7 +46,7 @@ def test_columns_are_guessed_and_can_be_named(tmp_path):
     assert read_table(index, "", "")[1] == read_table(index, "", "none")[1] == [""] * 12
     assert read_table(named, "note", "topic")[0][0] == "rood eht nepo" and read_table(named, "note", "text")[1] == TEXTS
     odd = table(tmp_path / "odd.tsv", [(n, text) for n, text in enumerate(TEXTS)], ("n", "what"), "\t")
-    assert read_table(odd, "", "")[2:] == ("what", "")  # no usual name: the column with the most letters
+    assert read_table(odd, "", "")[2:] == ("what", None)  # no usual name: the column with the most letters
 
 
 def test_json_lines_json_and_unquoted_commas(tmp_path):
