@@ -409,6 +409,12 @@ def main(args):
     start = time.time()
     encoder = Encoder(args.encoder, args.max_length, device, dtype, not args.no_cache, args.cache_gb, out)
     tokens = {split: encoder.tokenize(texts[split]) for split in ("train", "dev")}
+    long, unknown = tokens["train"].lengths >= args.max_length, tokens["train"].values == encoder.tokenizer.unk_token_id
+    if long.any():
+        print(f"{int(long.sum())} text(s) of {args.max_length} tokens or more: read up to there (--max_length)")
+    if unknown.float().mean() > 0.05:
+        print(f"{100 * float(unknown.float().mean()):.0f} % of the tokens are unknown to --encoder {args.encoder}: another one "
+              "may suit these texts better")
     encoder.limit_vocabulary(tokens["train"])
     hidden = {split: encoder.cache(tokens[split], f"reading {split}") for split in tokens}
     label = torch.from_numpy(labels["train"]).to(device)
