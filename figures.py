@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 from scipy.stats import ttest_rel
 
-from make_lt_data import CORPORA, UserError, run_name, run_script, write_atomic
+from make_lt_data import CORPORA, TASK, UserError, run_name, run_script, write_atomic
 
 # The paper's Table 2, ImbaNID's row: {(dataset, gamma): (NMI, ARI, ACC)}.
 PAPER = {("clinc", 1): (97.26, 91.78, 95.64), ("clinc", 3): (95.60, 85.36, 90.44),
@@ -208,7 +208,7 @@ def short(name):
 def task(run):
     """The benchmark's side of a run: its data folder, class names, training rows a class, and how many classes are known."""
     data = run["folder"].resolve().parent.parent / "data" / run_name(
-        *(run["config"][key] for key in ("dataset", "gamma", "seed", "known_ratio", "labeled_ratio")))
+        *(run["config"][key] for key in TASK))
     return (data, (data / "labels.txt").read_text(encoding="utf-8").splitlines(), np.load(data / "class_counts.npy"),
             json.loads((data / "meta.json").read_text())["num_known"])
 

@@ -30,7 +30,7 @@ import signal
 import sys
 import urllib.error
 import urllib.request
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -78,6 +78,7 @@ PAPER_COUNTS = {("clinc", 3): (868, 9995), ("clinc", 5): (719, 8164), ("clinc", 
                 ("banking", 3): (607, 7163), ("banking", 5): (487, 5924), ("banking", 10): (383, 4658),
                 ("stackoverflow", 3): (830, 10140), ("stackoverflow", 5): (686, 8350), ("stackoverflow", 10): (510, 6669)}
 SPLITS = ("train", "dev", "test")
+TASK = ("dataset", "gamma", "seed", "known_ratio", "labeled_ratio")  # what tells one benchmark task from another, for run_name
 TABLES = (".csv", ".tsv", ".jsonl", ".json")
 TEXT_NAMES = ("text", "utterance", "message", "query", "question", "sentence", "body", "content", "input", "description")
 LABEL_NAMES = ("label", "intent", "category", "class", "topic", "tag", "target")
@@ -150,6 +151,10 @@ def write_atomic(path, content):
 
 # ---- the benchmark ----
 
+def file_sha256(path):
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 def own_name(dataset):
     """What a table of one's own is called in folder names: my_utterances for ~/Inbox/my_utterances.csv or for itself."""
     path = Path(dataset)
@@ -190,7 +195,7 @@ def download(url, path, sha256):
                 while block := answer.read(1 << 16):
                     out.write(block)
                     bar.update(len(block))
-        found = hashlib.sha256(part.read_bytes()).hexdigest()
+        found = file_sha256(part)
         if found != sha256:
             raise UserError(f"{url} has sha256 {found[:12]}..., expected {sha256[:12]}...: the download is broken or was "
                             "changed; try again, or pass --raw_dir with a copy you trust")
@@ -243,7 +248,7 @@ def raw_corpus(dataset, raw_dir, mirror):
         if not raw_dir and home and not path.exists():
             download(f"{mirror.rstrip('/')}/{home}/{split}.tsv", path, expected[split])
         rows[split] = read_rows(path)
-        sha[split] = hashlib.sha256(path.read_bytes()).hexdigest()
+        sha[split] = file_sha256(path)
         if expected and sha[split] != expected[split]:
             print(f"warning: {path} is not the published file (sha256 {sha[split][:12]}...): figures made from it are not "
                   "comparable with the paper's", file=sys.stderr)
@@ -408,23 +413,23 @@ def make_own_task(texts, labels, seed, dev_ratio):
     A text that occurs twice is one training row; row: int64 (table rows,) tells which, -1 for an empty text. The
     dev texts stay in train as unlabelled rows, so that they count in the transport and are assigned like the others.
     """
-    votes, counts = {}, {}
+    votes = {}
     for text, label in zip(texts, labels):
         if text:
             votes.setdefault(text, [])
             votes[text] += [label] if label else []
     distinct = list(votes)
     chosen = [max(found, key=found.count) if found else "" for found in votes.values()]
-    for label in filter(None, chosen):
-        counts[label] = counts.get(label, 0) + 1
-    names = sorted(counts)
+    names = sorted(set(chosen) - {""})
     class_id = {name: k for k, name in enumerate(names)} | {"": -1}
     label = np.array([class_id[c] for c in chosen], dtype=np.int64)
-    rng, dev = np.random.default_rng(seed), []
-    for k in range(len(names)):
+    rng, dev, few = np.random.default_rng(seed), [], []
+    for k, name in enumerate(names):
         members = rng.permutation(np.flatnonzero(label == k))
-        if len(members) >= 3:
-            dev.append(members[:max(1, int(dev_ratio * len(members)))] if dev_ratio else members[:0])
+        if len(members) < 3:
+            few.append(name)
+        elif dev_ratio:
+            dev.append(members[:max(1, int(dev_ratio * len(members)))])
     dev = np.concatenate([np.zeros(0, dtype=np.int64), *dev])
     place = {text: i for i, text in enumerate(distinct)}
     row = np.array([place.get(text, -1) for text in texts], dtype=np.int64)
@@ -432,7 +437,6 @@ def make_own_task(texts, labels, seed, dev_ratio):
     train_label[dev] = -1
 
     empty, conflicts = sum(not text for text in texts), sum(len(set(found)) > 1 for found in votes.values())
-    few = [name for name in names if counts[name] < 3]
     notes = ((empty, "row(s) without text: kept in assignments.csv, without a cluster"),
              (len(texts) - empty - len(distinct), "row(s) repeat another's text: each text is learned from once"),
              (conflicts, "text(s) with more than one label: the most frequent label counts"),
@@ -454,7 +458,7 @@ def own_data(args):
     asked = {k: getattr(args, k) for k in ("text_column", "label_column", "dev_ratio")}
     if (folder / "meta.json").exists():
         meta = read_run(folder)[3]
-        sha = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else meta["raw_sha256"]["table"]
+        sha = file_sha256(path) if path.is_file() else meta["raw_sha256"]["table"]
         if meta["raw_sha256"]["table"] != sha or meta["asked"] != asked:
             raise UserError(f"{folder} was made from another {path.name} or with other flags: remove {folder} and the folder "
                             f"{folder.name} in out/, or rename the file")
@@ -467,11 +471,10 @@ def own_data(args):
     texts, labels, names, row = make_own_task(texts, labels, args.seed, args.dev_ratio)
     labelled = int((labels["train"] >= 0).sum())
     meta = {"dataset": own_name(args.dataset), "own": True, "seed": args.seed, "asked": asked, "text_column": text_column,
-            "num_classes": 0,
-            "labeled_ratio": max(0.1, labelled / len(texts["train"])), "num_known": len(names), "num_labelled": labelled,
+            "num_classes": 0, "num_known": len(names), "labeled_ratio": max(0.1, labelled / len(texts["train"])),
+            "num_labelled": labelled,
             "num_unlabelled": len(texts["train"]) - labelled, "num_dev": len(texts["dev"]), "num_test": 0,
-            "num_rows": len(row),
-            "raw_sha256": {"table": hashlib.sha256(path.read_bytes()).hexdigest()}}
+            "num_rows": len(row), "raw_sha256": {"table": file_sha256(path)}}
     write_run(folder, texts, labels, names, {"train_row": row}, meta)
     print(f"{len(names)} known classes, {labelled} labelled texts to learn from, {len(texts['dev'])} more kept for dev, "
           f"{len(texts['train'])} different texts in all; written to {folder}/")
@@ -536,7 +539,7 @@ def open_run(args):
     run = run_name(args.dataset, args.gamma, args.seed, args.known_ratio, args.labeled_ratio)
     own = args.dataset not in CORPORA
     task = {"dataset": own_name(args.dataset), "seed": args.seed} if own else {
-        k: getattr(args, k) for k in ("dataset", "gamma", "seed", "known_ratio", "labeled_ratio")}
+        k: getattr(args, k) for k in TASK}
     return run, Path(args.data_dir) / run, *read_run(Path(args.data_dir) / run, **task)
 
 
@@ -557,7 +560,7 @@ def main(args):
         own_data(args)
         return
     folder = Path(args.data_dir) / run_name(args.dataset, args.gamma, args.seed, args.known_ratio, args.labeled_ratio)
-    task = {k: v for k, v in asdict(args).items() if k in ("dataset", "gamma", "seed", "known_ratio", "labeled_ratio")}
+    task = {k: getattr(args, k) for k in TASK}
     if (folder / "meta.json").exists():
         try:
             meta = json.loads((folder / "meta.json").read_text())
@@ -565,7 +568,7 @@ def main(args):
             raise UserError(f"{folder}/meta.json is damaged: remove {folder} and run the same command again") from None
         for split, sha in meta["raw_sha256"].items():
             raw = Path(args.raw_dir or "data/raw") / args.dataset / f"{split}.tsv"
-            if raw.exists() and hashlib.sha256(raw.read_bytes()).hexdigest() != sha:
+            if raw.exists() and file_sha256(raw) != sha:
                 raise UserError(f"{folder} was made from another {raw} than the one that is there now: remove {folder}")
         if task.items() <= meta.items():
             print(f"{folder} is there already, made with the same settings: skipped")

@@ -32,7 +32,7 @@ from torch.nn.functional import normalize
 from tqdm import tqdm
 
 from encoder import Encoder, pick_dtype
-from make_lt_data import UserError, open_table, pick_text_column, read_run, records, run_name, run_script, write_atomic
+from make_lt_data import TASK, UserError, open_table, pick_text_column, read_run, records, run_name, run_script, write_atomic
 from pretrain import data_fingerprint, load_checkpoint, load_trained, pick_device
 
 EXAMPLES = 5  # typical texts of a cluster in clusters.csv
@@ -81,6 +81,14 @@ def keywords(texts, cluster, K, most=8):
     return found
 
 
+def unused(name, taken, key):
+    """name, with the first number behind it that makes key(name) new to the set taken, which it joins."""
+    numbered = (name if n == 1 else f"{name} {n}" for n in itertools.count(1))
+    found = next(candidate for candidate in numbered if key(candidate) not in taken)
+    taken.add(key(found))
+    return found
+
+
 def propose_names(words, known):
     """A name for each new cluster from its keywords, different from all others and from the known ones. Returns [str]."""
     joint = "_" if any("_" in name for name in known) else " "
@@ -95,10 +103,7 @@ def propose_names(words, known):
         while parts and key(" ".join(parts)) in taken and rest:
             parts.append(rest.pop(0))
         name = " ".join(parts) or "no words"
-        numbered = (name if n == 1 else f"{name} {n}" for n in itertools.count(1))
-        name = next(candidate for candidate in numbered if key(candidate) not in taken)
-        taken.add(key(name))
-        names.append(name.replace(" ", joint))
+        names.append(unused(name, taken, key).replace(" ", joint))
     return names
 
 
@@ -119,12 +124,8 @@ def ask_for_name(command, words, examples, proposed):
 
 def distinct(names, taken):
     """names with a number behind each that is in taken or was there before."""
-    taken, found = {name.casefold() for name in taken}, []
-    for name in names:
-        numbered = (name if n == 1 else f"{name} {n}" for n in itertools.count(1))
-        found.append(next(candidate for candidate in numbered if candidate.casefold() not in taken))
-        taken.add(found[-1].casefold())
-    return found
+    taken = {name.casefold() for name in taken}
+    return [unused(name, taken, str.casefold) for name in names]
 
 
 # ---- a finished run ----
@@ -143,8 +144,7 @@ def open_model(run):
 
 def open_data(config, data_dir):
     """The data folder that a run was trained on, and read_run of it."""
-    ratios = (config["known_ratio"], config["labeled_ratio"])
-    data = Path(data_dir) / run_name(config["dataset"], config["gamma"], config["seed"], *ratios)
+    data = Path(data_dir) / run_name(*(config[key] for key in TASK))
     found = read_run(data, dataset=config["dataset"], seed=config["seed"])
     if data_fingerprint(data) != config["pretrain"]["data"]:
         raise UserError(f"{data} holds other data now than the run was trained on: train it anew, or pass --data_dir")
@@ -169,7 +169,7 @@ def csv_bytes(header, rows):
 def describe(args):
     """Write clusters.csv, assignments.csv and train_row.npy of a run and print what is in them."""
     run = Path(args.run)
-    state, results = open_model(run)
+    state, _ = open_model(run)
     data, texts, labels, names, meta = open_data(state["config"], args.data_dir)
     head = normalize(state["head"], dim=1).numpy()
     K, num_known = len(head), meta["num_known"]
@@ -191,12 +191,11 @@ def describe(args):
                  for k in tqdm(range(num_known, K), desc="naming", disable=not sys.stderr.isatty())]
         titles[num_known:] = distinct(asked, titles[:num_known])
 
-    with_text = row >= 0
-    where = np.where(with_text, cluster[row], -1)
-    size = np.bincount(where[with_text], minlength=K)
-    sure = np.bincount(where[with_text], confidence[row[with_text]], K) / np.maximum(size, 1)
+    used = row[row >= 0]  # a repeated text counts as often as it stands there
+    size = np.bincount(cluster[used], minlength=K)
+    sure = np.bincount(cluster[used], confidence[used], K) / np.maximum(size, 1)
     order = np.argsort(-size, kind="stable")
-    lines = [[k, "yes" if k < num_known else "no", titles[k], size[k], f"{100 * size[k] / with_text.sum():.2f}",
+    lines = [[k, "yes" if k < num_known else "no", titles[k], size[k], f"{100 * size[k] / len(used):.2f}",
               f"{100 * sure[k]:.1f}", ", ".join(words[k]), *(typical[k] + [""] * EXAMPLES)[:EXAMPLES]]
              for k in order if size[k] or k < num_known]
     header = ["id", "known", "name", "size", "share", "confidence", "keywords", *(f"example_{n + 1}" for n in range(EXAMPLES))]

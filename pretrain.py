@@ -185,6 +185,12 @@ def mixture_step(x, held, label, total, log_share, kappa, label_weight):
     return (share.to(x.dtype).T @ x).float(), log_share, likelihood, objective
 
 
+def searched_rows(label, generator):
+    """int64: the labelled rows of label (N,), then at most SEARCHED of the unlabelled ones, drawn."""
+    held, free = torch.where(label >= 0)[0], torch.where(label < 0)[0]
+    return torch.cat([held, free[torch.randperm(len(free), generator=generator)[:SEARCHED].to(free.device)]])
+
+
 def seed_centres(x, label, K, num_known, kappa, label_weight, swaps, seed, quiet=False):
     """Unit centres (K, H) to start the cluster head from: known classes from their labelled rows, novel ones discovered.
 
@@ -198,7 +204,6 @@ def seed_centres(x, label, K, num_known, kappa, label_weight, swaps, seed, quiet
     """
     generator = torch.Generator().manual_seed(seed)
     held, free = torch.where(label >= 0)[0], torch.where(label < 0)[0]
-    fast = x.bfloat16() if pick_dtype("auto", x.device) == torch.bfloat16 else x  # good enough to compare moves
 
     def draw(weight, n):
         return free[torch.multinomial(weight.clamp_min(1e-6).cpu(), n, generator=generator).to(free.device)]
@@ -210,9 +215,10 @@ def seed_centres(x, label, K, num_known, kappa, label_weight, swaps, seed, quiet
 
     uniform = -math.log(K)
     if len(free) > SEARCHED:
-        rows = torch.cat([held, free[torch.randperm(len(free), generator=generator)[:SEARCHED].to(free.device)]])
+        rows = searched_rows(label, generator)
         centre = seed_centres(x[rows], label[rows], K, num_known, kappa, label_weight, swaps, seed, quiet)
         return normalize(settle(x, centre, torch.full((K,), uniform, device=x.device), 30)[0], dim=1)
+    fast = x.bfloat16() if pick_dtype("auto", x.device) == torch.bfloat16 else x  # good enough to compare moves
     total = torch.zeros(K, x.shape[1], device=x.device).index_add_(0, label[held], label_weight * x[held])
     similarity = x[free] @ normalize(total[:num_known], dim=1).T
     nearest = similarity.amax(1) if num_known else x.new_zeros(len(free))
@@ -257,7 +263,7 @@ def splits_and_merges(z, label, dev_z, dev_label, K, args_of_seeding, seed):
     num_known, generator = int(label.max()) + 1, torch.Generator().manual_seed(seed)
     rows, truth = torch.cat([z[label >= 0], dev_z]), torch.cat([label[label >= 0], dev_label])
     held = torch.arange(len(rows), device=z.device) < (label >= 0).sum()
-    found = []
+    recall, precision = [], []
     for fold in torch.randperm(num_known, generator=generator).to(z.device).chunk(4):
         visible = torch.full((num_known + 1,), True, device=z.device)  # the last entry stands for -1
         visible[fold] = visible[-1] = False
@@ -267,12 +273,13 @@ def splits_and_merges(z, label, dev_z, dev_label, K, args_of_seeding, seed):
         together = torch.zeros(num_known, K, device=z.device)
         together.index_put_((truth, cluster), torch.ones(len(rows), device=z.device), accumulate=True)
         same, of_class = together[truth, cluster] - 1, together.sum(1)[truth] - 1
-        rivals = together.index_select(0, fold).sum(0)[cluster] - together[truth, cluster]  # rows of other hidden classes
+        rivals = together[fold].sum(0)[cluster] - together[truth, cluster]  # rows of other hidden classes
         unseen = rivals * (K - num_known) / max(1, len(fold) - 1)
         in_cluster = together.sum(0)[cluster] - 1 + unseen
         judged = torch.isin(truth, fold) & (of_class > 0)
-        found += [(same / of_class)[judged], (same / in_cluster.clamp_min(1e-9))[judged]]
-    return torch.cat(found[::2]).mean().item(), torch.cat(found[1::2]).mean().item()
+        recall.append((same / of_class)[judged])
+        precision.append((same / in_cluster.clamp_min(1e-9))[judged])
+    return torch.cat(recall).mean().item(), torch.cat(precision).mean().item()
 
 
 def silhouette_num_classes(z, label, args_of_seeding, seed):
@@ -298,15 +305,13 @@ def estimate_num_classes(z, label, dev_z, dev_label, args_of_seeding, seed):
     the four values around the crossing. With fewer than four known classes of two labelled rows or more the silhouette
     decides. Of a large corpus SEARCHED unlabelled rows are looked at.
     """
+    num_known, balance = int(label.max()) + 1, {}
+    if (label >= 0).all():
+        return num_known
     kappa, label_weight, swaps = args_of_seeding
     args_of_seeding = kappa, label_weight, swaps // 5  # 300 moves find better centres, but as many of them
-    free = torch.where(label < 0)[0].cpu()
-    if len(free) == 0:
-        return int(label.max()) + 1
-    drawn = free[torch.randperm(len(free), generator=torch.Generator().manual_seed(seed))[:SEARCHED]]
-    rows = torch.cat([torch.where(label >= 0)[0].cpu(), drawn]).to(z.device)
+    rows = searched_rows(label, torch.Generator().manual_seed(seed))
     z, label = z[rows], label[rows]
-    num_known, balance = int(label.max()) + 1, {}
 
     def measure(step):
         K = round(num_known * 1.15 ** step)

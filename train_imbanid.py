@@ -385,14 +385,14 @@ def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, 
     hidden = {"train": encoder.cache(tokens, "reading train" if rank == 0 else None)}
     hidden |= {s: encoder.cache(encoder.tokenize(texts[s]), f"reading {s}") for s in ("dev", "test")} if rank == 0 else {}
 
-    def unit_features():
-        """Of this process's dev and test rows and of all training rows: (., H), unit length."""
-        z = {split: normalize(encoder.all_features(hidden[split]), dim=1) for split in hidden}
+    def unit_features(splits=("train", "test")):
+        """Of all training rows, and on process 0 of the other splits asked for: (., H), unit length."""
+        z = {split: normalize(encoder.all_features(hidden[split]), dim=1) for split in splits if split in hidden}
         return z | {"train": gather_rows(z["train"], N)}
 
     z = {"raw": unit_features()}
     load_trained(encoder.last_layer, pre["last_layer"])
-    z["pretrained"] = unit_features()
+    z["pretrained"] = unit_features(("train", "dev", "test"))  # dev for the number of classes
     found = find_checkpoint(out, config, args.restart, rank, world, device)
     K = len(found["head"]) if found else resolve_num_classes(args, z["pretrained"], label, meta, rank)
     lap("features")
