@@ -96,7 +96,8 @@ def parse_args(Args, argv=None):
     """Args with the command line applied: one flag a field, its help the field's comment. A bad flag raises UserError."""
     parser = argparse.ArgumentParser(description=sys.modules[Args.__module__].__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(Args), re.M))
+    source = "".join(inspect.getsource(part) for part in Args.__mro__[:-1])
+    comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", source, re.M))
     for field in fields(Args):
         text = comments[field.name].replace("%", "%%")
         if field.type is bool:

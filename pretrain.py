@@ -130,10 +130,11 @@ def load_trained(module, state):
 
 # ---- what the pre-trained features give by themselves: K, the first centres, the k-means rows ----
 
-def semi_supervised_kmeans(x, label, K, num_known, seed, n_init=10):
+def semi_supervised_kmeans(x, label, K, num_known, seed, n_init=10, plus_plus=False):
     """k-means with the labelled rows held in their classes (GCD's). x: (N, H). label: (N,), -1 unlabelled. Returns centres.
 
-    Known centres start from the labelled means, novel ones from random unlabelled rows; the best of n_init inertias wins.
+    Known centres start from the labelled means, novel ones from random unlabelled rows, with plus_plus from rows far from the
+    centres so far (k-means++); the best of n_init inertias wins.
     """
     generator = torch.Generator().manual_seed(seed)
     held, free = torch.where(label >= 0)[0], torch.where(label < 0)[0]
@@ -141,6 +142,11 @@ def semi_supervised_kmeans(x, label, K, num_known, seed, n_init=10):
     best = (math.inf, None)
     for _ in range(n_init):
         novel = free[torch.randperm(len(free), generator=generator)[:K - num_known].to(free.device)]
+        if plus_plus and num_known:
+            distance = torch.cdist(x[free], known).amin(1)
+            for j in range(K - num_known):
+                novel[j] = free[torch.multinomial((distance ** 2 + 1e-9).cpu(), 1, generator=generator).to(free.device)]
+                distance = torch.minimum(distance, torch.cdist(x[free], x[novel[j], None])[:, 0])
         centre, assigned = torch.cat([known, x[novel]]), None
         for _ in range(100):
             last, distance = assigned, (centre ** 2).sum(1) - 2 * x @ centre.T

@@ -1,0 +1,69 @@
+"""GCD: "Generalized Category Discovery" (Vaze et al., CVPR 2022), for text. See shared.py for the files.
+
+    python -m baselines.gcd --dataset clinc --gamma 10 --seed 0 --encoder minilm
+
+One stage of contrastive learning from the encoder as it comes, (1 - lambda) L_u + lambda L_s (their Eq. 3): SimCLR on all rows
+(Eq. 1) and SupCon on the labelled ones (Eq. 2), in batches that hold as many labelled rows as unlabelled ones. Then
+semi-supervised k-means on the encoder's features (Sec. 3.1.2). Authors' code: github.com/sgvaze/generalized-category-discovery;
+the settings for text are those of TEXTOIR's configs/GCD.py (github.com/thuiar/TEXTOIR), save lambda, which is the paper's.
+"""
+from dataclasses import dataclass
+
+import torch
+from sklearn.cluster import KMeans
+from torch import nn
+from torch.nn.functional import normalize
+
+from baselines.shared import Flags, Run, check_positive, check_shares, finish, supervised_contrast, train
+from losses import instance_wise_loss
+from make_lt_data import run_script
+from metrics import cluster_metrics
+from pretrain import semi_supervised_kmeans
+
+
+@dataclass
+class Args(Flags):
+    epochs: int = 100  # at most (TEXTOIR; the paper has 200 on images)
+    patience: int = 20  # epochs without better k-means on dev after which it stops (TEXTOIR)
+    batch_size: int = 128  # rows drawn, each in two views (TEXTOIR, and the paper)
+    lr: float = 5e-5  # AdamW (TEXTOIR)
+    sup_weight: float = 0.35  # lambda (paper, Sec. 4.1)
+    tau: float = 0.07  # of both losses (TEXTOIR)
+    replace_rate: float = 0.25  # tokens replaced in the second view; the frozen layers have no dropout, TEXTOIR's only view
+    projection: int = 256  # width of the projection (TEXTOIR: 768 -> 768 -> 256)
+    n_init: int = 100  # starts of the semi-supervised k-means (authors' script)
+
+
+def main(args):
+    check_positive(args, "epochs", "patience", "batch_size", "lr", "tau", "projection", "n_init")
+    check_shares(args, "sup_weight", "replace_rate")
+    run = Run(args, "gcd")
+    if run.finished:
+        return
+    encoder, label = run.encoder, run.label["train"]
+    H = encoder.hidden_size
+    head = nn.Sequential(nn.Linear(H, H), nn.ReLU(), nn.Linear(H, args.projection)).to(run.device)
+    # An unlabelled row is drawn so much more rarely that a batch holds as many of either kind.
+    unlabelled = max(1, len(label) - len(run.labelled))
+    weight = torch.where(label >= 0, 1.0, len(run.labelled) / unlabelled)
+
+    def batch_loss(rows, memory):
+        rows = torch.multinomial(weight, len(rows), replacement=True)
+        view = run.view(memory["epoch"], encoder.replace_tokens, args.replace_rate, every=2)
+        z = torch.stack([encoder.features(run.hidden["train"], rows), encoder.features(view, rows)], 1)
+        z = normalize(head(z), dim=2)
+        held = label[rows] >= 0
+        supervised = supervised_contrast(z[held], label[rows][held], args.tau) if held.sum() > 1 else 0.0
+        return (1 - args.sup_weight) * instance_wise_loss(z, args.tau).mean() + args.sup_weight * supervised
+
+    def judge(memory):
+        found = KMeans(run.num_known, n_init=10, random_state=args.seed).fit_predict(run.unit_features("dev").cpu().numpy())
+        return -cluster_metrics(run.labels["dev"], found, run.num_known, torch.ones(run.num_known).numpy())["ACC"]
+
+    train(run, "last", {"head": head}, batch_loss, epochs=args.epochs, batch_size=args.batch_size, lr=args.lr,
+          judge=judge, patience=args.patience)
+    finish(run, semi_supervised_kmeans(run.unit_features("train"), label, run.K, run.num_known, args.seed, args.n_init, True))
+
+
+if __name__ == "__main__":
+    run_script(main, Args)

@@ -1,0 +1,38 @@
+"""k-means, and semi-supervised k-means, on features nobody trained, or on pre-trained ones. See shared.py for the files.
+
+    python -m baselines.kmeans --dataset clinc --gamma 10 --seed 0 --encoder minilm                      -> ..._kmeans
+    python -m baselines.kmeans --features pretrained --semi_supervised --encoder minilm         -> ..._ss_kmeans_pretrained
+
+What any training has to beat. Semi-supervised: the labelled rows are held in their classes, whose means are the first centres.
+"""
+import time
+from dataclasses import dataclass
+
+from baselines.shared import Flags, Run, finish, kmeans
+from make_lt_data import UserError, run_script
+from pretrain import semi_supervised_kmeans
+
+
+@dataclass
+class Args(Flags):
+    features: str = "raw"  # raw: of the encoder as it comes; pretrained: after pretrain.py
+    semi_supervised: bool = False  # hold the labelled rows in their classes
+
+
+def main(args):
+    if args.features not in ("raw", "pretrained"):
+        raise UserError(f"--features {args.features} is unknown: choose raw or pretrained")
+    method = ("ss_" if args.semi_supervised else "") + "kmeans" + ("_pretrained" if args.features == "pretrained" else "")
+    run = Run(args, method, pretrained=args.features == "pretrained")
+    if run.finished:
+        return
+    start, z = time.time(), run.unit_features("train")
+    centre = (semi_supervised_kmeans(z, run.label["train"], run.K, run.num_known, args.seed) if args.semi_supervised
+              else kmeans(z, run.K, args.seed)[0])
+    run.seconds["kmeans"] = time.time() - start
+    run.out.mkdir(parents=True, exist_ok=True)
+    finish(run, centre)
+
+
+if __name__ == "__main__":
+    run_script(main, Args)

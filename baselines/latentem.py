@@ -1,0 +1,93 @@
+"""LatentEM: "A Probabilistic Framework for Discovering New Intents" (Zhou et al., ACL 2023). See shared.py for the files.
+
+    python -m baselines.latentem --dataset clinc --gamma 10 --seed 0 --encoder minilm
+
+The assignments of all rows are latent. E-step: k-means, and every labelled row passes its label on to the nearest unlabelled
+row of its cluster. M-step: contrast between the rows that share an assignment, which raises the likelihood of the
+assignments, and cross-entropy on the labelled rows, which keeps what is known of them. k-means at the end. Authors' code:
+github.com/zyh190507/Probabilistic-discovery-new-intents, from whose run.sh the settings are (there is none for StackOverflow).
+"""
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, normalize
+
+from baselines.shared import (
+    Flags,
+    Run,
+    check_positive,
+    check_shares,
+    dense_features,
+    dense_layer,
+    finish,
+    kmeans,
+    pretrain_on_known,
+    train,
+)
+from make_lt_data import run_script
+
+
+@dataclass
+class Args(Flags):
+    pretrain_epochs: int = 100  # at most
+    patience: int = 20  # epochs of pre-training without a better dev loss
+    epochs: int = 100  # fixed
+    batch_size: int = 512  # of both stages
+    lr: float = 5e-5  # of both stages
+    ce_weight: float = 0.6  # beta: weight of cross-entropy, the contrast has the rest
+    tau: float = 0.1  # temperature
+
+
+def pass_labels_on(z, label, cluster):
+    """label (N,) with each labelled row's label given to the unlabelled row of its cluster that is nearest by cosine."""
+    spread = label.clone()
+    held, free = torch.where(label >= 0)[0], torch.where(label < 0)[0]
+    similarity = (z[held] @ z[free].T).masked_fill(cluster[held, None] != cluster[free], float("-inf"))
+    best = similarity.max(1)
+    reached = best.values > float("-inf")
+    spread[free[best.indices[reached]]] = label[held[reached]]
+    return spread
+
+
+def assignment_loss(p, cluster, tau):
+    """-log softmax of p_i . p_j / tau over j != i, mean over the pairs (i, j) that share a cluster. p: (B, H) unit length."""
+    itself = torch.eye(len(p), dtype=torch.bool, device=p.device)
+    log_prob = (p @ p.T / tau).masked_fill(itself, float("-inf")).log_softmax(1)
+    pair = (cluster[:, None] == cluster) & ~itself
+    return -log_prob[pair].sum() / pair.sum().clamp_min(1)
+
+
+def main(args):
+    check_positive(args, "pretrain_epochs", "patience", "epochs", "batch_size", "lr", "tau")
+    check_shares(args, "ce_weight")
+    run = Run(args, "latentem")
+    if run.finished:
+        return
+    encoder, dense, H = run.encoder, dense_layer(run), run.encoder.hidden_size
+    known = nn.Linear(H, run.num_known).to(run.device)
+    projection = nn.Sequential(nn.Linear(H, 2 * H), nn.ReLU(), nn.Dropout(0.1), nn.Linear(2 * H, H), nn.ReLU(),
+                               nn.Dropout(0.1)).to(run.device)
+    pretrain_on_known(run, dense, known, epochs=args.pretrain_epochs, batch_size=args.batch_size, lr=args.lr,
+                      patience=args.patience)
+
+    def begin_epoch(memory, step):
+        z = dense_features(run, dense)
+        memory["cluster"] = kmeans(z, run.K, args.seed)[1]
+        memory["label"] = pass_labels_on(z, run.label["train"], memory["cluster"])
+
+    def batch_loss(rows, memory):
+        z = dense(encoder.features(run.hidden["train"], rows))
+        contrast = assignment_loss(normalize(projection(z), dim=1), memory["cluster"][rows], args.tau)
+        with_label = torch.where(memory["label"] >= 0)[0]
+        drawn = with_label[torch.randint(len(with_label), (min(args.batch_size, len(with_label)),))]
+        ce = cross_entropy(known(dense(encoder.features(run.hidden["train"], drawn))), memory["label"][drawn])
+        return (1 - args.ce_weight) * contrast + args.ce_weight * ce
+
+    train(run, "last", {"dense": dense, "known": known, "projection": projection}, batch_loss, epochs=args.epochs,
+          batch_size=args.batch_size, lr=args.lr, begin_epoch=begin_epoch)
+    finish(run, kmeans(dense_features(run, dense), run.K, args.seed)[0], dense)
+
+
+if __name__ == "__main__":
+    run_script(main, Args)

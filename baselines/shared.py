@@ -1,0 +1,329 @@
+"""What the compared methods share: their flags, opening a run, the training loop, the last lines. Not run by itself.
+
+A method is a script beside this file, run from the repository's folder:
+
+    python -m baselines.usnid --dataset clinc --gamma 10 --seed 0 --encoder minilm
+
+Reads   data/<run>/                  (make_lt_data.py)
+        out/<run>/pretrain.pt        (pretrain.py) where the method pre-trains with CE + MLM; made if it is missing
+Writes  out/<run>_<method>/          last.pt  log.jsonl  results.json  pseudo_label.npy  confidence.npy  beta.npy
+                                     train_feature.npy  test_feature.npy  test_pred.npy, as train_imbanid.py does
+
+All methods have the same encoder of which the last layer trains, the same splits, and K, the number of classes, given. A
+method ends with centres fitted on the training rows; a test row gets the nearest one (protocol C), and k-means on the test
+features is reported beside it (protocol T).
+"""
+import json
+import math
+import resource
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from scipy.optimize import linear_sum_assignment
+from sklearn.cluster import KMeans
+from torch import nn
+from torch.nn.functional import cross_entropy, normalize
+from tqdm import tqdm
+
+import pretrain
+from encoder import Encoder, pick_dtype
+from losses import class_wise_loss, contrastive_objective, instance_wise_loss
+from make_lt_data import CORPORA, UserError, open_run, write_atomic
+from metrics import cluster_metrics
+from pretrain import load_checkpoint, load_trained, same_config, save_checkpoint, seed_epoch, trained_state
+from train_imbanid import commit, save_results, versions
+
+
+@dataclass
+class Flags:
+    dataset: str = "clinc"  # as given to make_lt_data.py
+    gamma: float = 10.0  # as given to make_lt_data.py
+    seed: int = 0  # as given to make_lt_data.py; also draws batches, augmentations and dropout
+    known_ratio: float = 0.75  # as given to make_lt_data.py
+    labeled_ratio: float = 0.1  # as given to make_lt_data.py
+    data_dir: str = "data"  # where make_lt_data.py wrote
+    out_dir: str = "out"  # results go to out/<run>_<method>/
+    tag: str = ""  # behind the method's name in that folder's name
+    encoder: str = "bert-base-uncased"  # as for pretrain.py: minilm, a local folder, or a hub name
+    max_length: int = 128  # tokens a text is cut at
+    cache_gb: float = 8.0  # hidden states larger than this lie in a memory-mapped file while it runs
+    device: str = "auto"  # cpu, cuda, or auto: cuda where there is one
+    dtype: str = "auto"  # float32, bfloat16, or auto: bfloat16 where the hardware multiplies it natively
+    restart: bool = False  # replace an earlier run that had other settings
+
+
+class Run:
+    """One open run of a method: what it may read (no train_truth), the encoder, and where it writes."""
+
+    def __init__(self, args, method, pretrained=False):
+        """pretrained: start from out/<run>/pretrain.pt instead of the encoder as it comes. Raises UserError."""
+        if args.dataset not in CORPORA:
+            raise UserError(f"--dataset {args.dataset}: the compared methods run on {', '.join(CORPORA)} only")
+        if "/" in args.tag:
+            raise UserError(f"--tag {args.tag}: it becomes part of a folder's name and must not hold a /")
+        self.args, self.method, self.views, self.log, self.epochs = args, method, {}, [], {}
+        name, self.data, texts, self.labels, _, self.meta = open_run(args)
+        self.K, self.num_known = self.meta["num_classes"], self.meta["num_known"]
+        base = Path(args.out_dir) / name
+        self.out = base.with_name("_".join(filter(None, (name, method, args.tag))))
+        self.pre = pre_trained(args, base / "pretrain.pt", self.data) if pretrained else None
+        self.seconds = {"pretrain": self.pre["seconds"]} if pretrained else {}
+        self.config = {k: v for k, v in asdict(args).items()
+                       if k not in ("data_dir", "out_dir", "cache_gb", "restart", "device", "dtype", "tag")}
+        self.config |= {"method": method, "pretrain": self.pre["config"] if pretrained else None,
+                        "data": pretrain.data_fingerprint(self.data)}
+        self.finished = self.read_finished()
+        if self.finished:
+            return
+        self.device = pretrain.pick_device(args.device)
+        self.encoder = Encoder(args.encoder, args.max_length, self.device, pick_dtype(args.dtype, self.device), True,
+                               args.cache_gb, self.out)
+        self.tokens = {split: self.encoder.tokenize(texts[split]) for split in texts}
+        self.hidden = {split: self.encoder.cache(tokens, f"reading {split}") for split, tokens in self.tokens.items()}
+        self.label = {split: torch.from_numpy(self.labels[split]).to(self.device) for split in ("train", "dev")}
+        self.labelled = torch.where(self.label["train"] >= 0)[0]
+        self.raw = {split: self.unit_features(split) for split in ("train", "test")}  # of the encoder as it comes
+        torch.manual_seed(args.seed)  # the heads that a method makes
+        if pretrained:
+            load_trained(self.encoder.last_layer, self.pre["last_layer"])
+
+    def read_finished(self):
+        """True if results.json is there, made with these settings."""
+        path = self.out / "results.json"
+        try:
+            results = json.loads(path.read_text()) if path.exists() else None
+        except ValueError:
+            raise UserError(f"{path} is damaged: delete it and run the same command again") from None
+        if results and same_config(results["config"], self.config, path, self.args.restart):
+            print(f"{path} is there already, made with the same settings: skipped")
+            print_results(results, self.out)
+            return True
+        return False
+
+    def unit_features(self, split):
+        """(n, H) unit features of a split, without gradients and without dropout."""
+        return normalize(self.encoder.all_features(self.hidden[split]), dim=1)
+
+    def view(self, epoch, augment, rate, every=1, copy=0):
+        """Hidden states of the training rows after augment(tokens, rate, generator), an augmentation of the tokens.
+
+        The trunk has to run for each drawing, so `every` epochs share one. copy tells the drawings of one epoch apart.
+        """
+        wanted = (epoch - 1) // every
+        if self.views.get(copy, (None,))[0] != wanted:
+            generator = torch.Generator().manual_seed(7919 * (wanted + 1) + 104729 * self.args.seed + 15485863 * copy)
+            self.views[copy] = wanted, self.encoder.cache(augment(self.tokens["train"], rate, generator))
+        return self.views[copy][1]
+
+
+def pre_trained(args, path, data):
+    """The checkpoint of pretrain.py, the paper's CE + MLM: of this run if there is one, else made now."""
+    if not path.exists():
+        pretrain.main(pretrain.Args(**{k: v for k, v in asdict(args).items() if k in Flags.__dataclass_fields__
+                                       and k in pretrain.Args.__dataclass_fields__}))
+    pre = load_checkpoint(path)
+    if pre["config"]["data"] != pretrain.data_fingerprint(data):
+        raise UserError(f"{path} was trained on other data than {data} holds now: run pretrain.py --restart")
+    if pre["config"]["encoder"] != args.encoder:
+        raise UserError(f"{path} was made with --encoder {pre['config']['encoder']}: pass that, or another --out_dir")
+    return pre
+
+
+def check_positive(args, *flags):
+    for flag in flags:
+        if not 0 < getattr(args, flag) < math.inf:
+            raise UserError(f"--{flag} {getattr(args, flag)} must be a number above 0")
+
+
+def check_shares(args, *flags):
+    for flag in flags:
+        if not 0 <= getattr(args, flag) <= 1:
+            raise UserError(f"--{flag} {getattr(args, flag)} must be between 0 and 1")
+
+
+# ---- pieces that more than one method has ----
+
+def supervised_contrast(z, label, tau):
+    """SupCon (Khosla et al. 2020), mean over anchors: positives are the other views of the row and all views of rows with its
+    label. z: (B, V, H) unit length, V = 2. label: (B,), -1 for a row without one."""
+    one = torch.ones(len(z), device=z.device)
+    cwcl, num_positive = class_wise_loss(z, label, one, label >= 0, tau, adaptive_weight=False)
+    return contrastive_objective(cwcl, instance_wise_loss(z, tau), num_positive).mean()
+
+
+def dense_layer(run, activation=nn.Tanh):
+    """tanh(W z + b) with dropout, the layer that TEXTOIR's methods put between pooling and everything else.
+
+    It starts as W = 1: a random one, which a few hundred labelled rows cannot mend, would undo what a sentence encoder knows.
+    """
+    layer = nn.Linear(run.encoder.hidden_size, run.encoder.hidden_size)
+    nn.init.eye_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return nn.Sequential(layer, activation(), nn.Dropout(0.1)).to(run.device)
+
+
+def dense_features(run, dense, split="train"):
+    """(n, H) unit features behind the dense layer, without gradients and without dropout."""
+    with torch.no_grad():
+        return normalize(dense(run.encoder.all_features(run.hidden[split])), dim=1)
+
+
+def pretrain_on_known(run, dense, classifier, *, epochs, batch_size, lr, patience):
+    """Cross-entropy on the labelled rows; the epoch with the least loss on dev, which holds known classes only, is kept."""
+    def batch_loss(rows, memory):
+        return cross_entropy(classifier(dense(run.encoder.features(run.hidden["train"], rows))), run.label["train"][rows])
+
+    train(run, "pretrain", {"dense": dense, "classifier": classifier}, batch_loss, epochs=epochs, batch_size=batch_size, lr=lr,
+          rows=run.labelled, judge=lambda memory: dev_loss(run, dense, classifier), patience=patience)
+
+
+@torch.no_grad()
+def dev_loss(run, dense, classifier):
+    """What early stopping looks at, the lower the better: cross-entropy on dev."""
+    return float(cross_entropy(classifier(dense(run.encoder.all_features(run.hidden["dev"]))), run.label["dev"]))
+
+
+def kmeans(z, K, seed, init=None):
+    """k-means on z (N, H). init: (K, H) centres to start from, else the best of ten k-means++ starts. Returns (centre, id)."""
+    found = KMeans(K, n_init=10 if init is None else 1, init="k-means++" if init is None else init.cpu().numpy(),
+                   random_state=seed).fit(z.cpu().numpy())
+    return torch.from_numpy(found.cluster_centers_).to(z), torch.from_numpy(found.labels_).long().to(z.device)
+
+
+def nearest(z, centre):
+    """int64 (n,): the centre (K, H) nearest to each row of z (n, H)."""
+    return torch.cdist(z, centre.to(z)).argmin(1)
+
+
+def align(reference, centre):
+    """int64 (n,): for each of n reference centres the centre (K, H) matched to it, one-to-one with the least total distance."""
+    distance = torch.cdist(reference.float(), centre.float()).cpu().numpy()
+    return torch.from_numpy(linear_sum_assignment(distance)[1]).to(centre.device)
+
+
+# ---- the training loop ----
+
+def train(run, stage, heads, batch_loss, *, epochs, batch_size, lr, warmup=0.1, rows=None, begin_epoch=None, judge=None,
+          patience=None, judge_start=False, more_steps=0):
+    """Train the last layer and heads for one stage of a method, in out/<run>_<method>/<stage>.pt; resumes a killed stage.
+
+    heads: {name: nn.Module}. rows: int64, the training rows of an epoch (all of them). An epoch is begin_epoch(memory, step),
+    which may train on more_steps other losses, step(loss), and returns True when the method has converged, then
+    batch_loss(rows, memory) for shuffled batches. memory is a dict of tensors and numbers that the checkpoint holds, with
+    the number of the "epoch", from 1 on. AdamW, linear warm-up over `warmup` of the steps and linear decay. With
+    judge(memory), the epoch with the least value is what is kept (judge_start: or the state before the first), and `patience`
+    epochs without a better one end the stage; else the last one is. Returns memory of the epoch that is kept.
+    """
+    args, path = run.args, run.out / f"{stage}.pt"
+    rows = torch.arange(len(run.label["train"]), device=run.device) if rows is None else rows
+    modules = nn.ModuleDict({"last_layer": run.encoder.last_layer, **heads}).to(run.device)
+    parameters = [p for p in modules.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.01)
+    total = (math.ceil(len(rows) / batch_size) + more_steps) * epochs
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / max(1, warmup * total), (total - step) / max(1, total - warmup * total)))
+
+    def step(loss):
+        if not torch.isfinite(loss):
+            raise UserError(f"the loss is {loss.item()} in epoch {memory['epoch']} of {stage}: try a smaller --lr or --dtype "
+                            "float32; the last finished epoch is saved")
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        schedule.step()
+        return float(loss.detach())
+
+    start, before, epoch, log, memory, best, done = time.time(), 0.0, 0, [], {}, {"value": math.inf, "epoch": 0}, False
+    best |= {"modules": trained_state(modules), "memory": {}}
+    found = load_checkpoint(path)
+    if found and not same_config(found["config"], run.config, path, args.restart):
+        found = None
+    if found:
+        load_trained(modules, found["modules"])
+        optimizer.load_state_dict(found["optimizer"])
+        schedule.load_state_dict(found["schedule"])
+        epoch, log, memory, best, done, before = (found[k] for k in ("epoch", "log", "memory", "best", "done", "seconds"))
+        memory = {k: v.to(run.device) if torch.is_tensor(v) else v for k, v in memory.items()}
+        print(f"{path} is there: {'done' if done else f'resuming after epoch {epoch}'}")
+    run.out.mkdir(parents=True, exist_ok=True)
+    modules.eval()
+    if judge_start and not found:
+        best["value"] = judge(memory)
+        best["memory"] = dict(memory)
+    bar = tqdm(total=epochs, initial=epoch, desc=stage, disable=not sys.stderr.isatty())
+    while not done:
+        generator = seed_epoch(args.seed, epoch + 1)
+        memory["epoch"] = epoch + 1
+        done = epoch == epochs or bool(begin_epoch and begin_epoch(memory, step))
+        if not done:
+            epoch += 1
+            modules.train()
+            order = rows[torch.randperm(len(rows), generator=generator).to(run.device)]
+            losses = [step(batch_loss(part, memory)) for part in order.split(batch_size)]
+            modules.eval()
+            value = judge(memory) if judge else -epoch
+            log.append({"stage": stage, "epoch": epoch, "loss": sum(losses) / len(losses),
+                        "seconds": before + time.time() - start, **({"judged": value} if judge else {})})
+            if value < best["value"]:
+                best = {"value": value, "epoch": epoch, "modules": trained_state(modules), "memory": dict(memory)}
+            done = bool(patience) and epoch - best["epoch"] >= patience
+        save_checkpoint(path, modules=trained_state(modules), optimizer=optimizer.state_dict(), schedule=schedule.state_dict(),
+                        epoch=epoch, log=log, memory=memory, best=best, done=done, config=run.config,
+                        seconds=before + time.time() - start)
+        write_atomic(run.out / "log.jsonl", "".join(json.dumps(line) + "\n" for line in run.log + log))
+        bar.update(epoch - bar.n)
+    bar.close()
+    load_trained(modules, best["modules"])
+    modules.eval()
+    run.seconds[stage] = before + time.time() - start
+    run.log += log
+    run.epochs[stage] = epoch
+    return {k: v.to(run.device) if torch.is_tensor(v) else v for k, v in best["memory"].items()}
+
+
+# ---- the end of every method ----
+
+def print_results(results, out):
+    print(f"\n{results['method']}: {results['dataset']}, gamma {results['gamma']:g}, seed {results['seed']}, encoder "
+          f"{results['encoder']}; test, percent")
+    print(f"{'':28}" + "".join(f"{c.replace('per_class_mean', 'classes'):>9}" for c in results["test"]))
+    for title, key in (("protocol C", "test"), ("protocol T", "test_kmeans"), ("k-means, raw", "kmeans_raw"),
+                       ("semi-sup. k-means, raw", "ss_kmeans_raw")):
+        print(f"{title:28}" + "".join("        -" if v is None else f"{v:9.2f}" for v in results[key].values()))
+    print(f"{sum(results['seconds'].values()):.0f} seconds; everything is in {out}/")
+
+
+def finish(run, centre, dense=None):
+    """Assign all rows to centres (K, H) fitted on the training features, score, write results.json and what belongs to it.
+
+    dense: the layer behind the encoder where the method has one. confidence.npy holds the cosine to the own centre. This
+    is the one place that opens train_truth.npy.
+    """
+    z = {split: dense_features(run, dense or nn.Identity(), split) for split in run.raw}
+    found = {split: nearest(z[split], centre) for split in z}
+    cosine = (normalize(z["train"], dim=1) * normalize(centre, dim=1)[found["train"]]).sum(1)
+    counts, truth, seed = np.load(run.data / "class_counts.npy"), np.load(run.data / "train_truth.npy"), run.args.seed
+    clusters = {"test": found["test"], "test_kmeans": kmeans(z["test"], run.K, seed)[1],
+                "kmeans_raw": nearest(run.raw["test"], kmeans(run.raw["train"], run.K, seed)[0]),
+                "ss_kmeans_raw": nearest(run.raw["test"], pretrain.semi_supervised_kmeans(
+                    run.raw["train"], run.label["train"], run.K, run.num_known, seed))}
+    scores = {row: cluster_metrics(run.labels["test"], ids.cpu().numpy(), run.num_known, counts)
+              for row, ids in clusters.items()}
+    unlabelled = run.labels["train"] < 0
+    assigned = found["train"].cpu().numpy()
+    scores["train_unlabelled"] = cluster_metrics(truth[unlabelled], assigned[unlabelled], run.num_known, counts)
+    for name, value in {"pseudo_label": assigned, "confidence": cosine.cpu().numpy(), "test_pred": found["test"].cpu().numpy(),
+                        "beta": np.bincount(assigned, minlength=run.K) / len(assigned),
+                        "train_feature": z["train"].half().cpu().numpy(), "test_feature": z["test"].cpu().numpy()}.items():
+        write_atomic(run.out / f"{name}.npy", lambda f, value=value: np.save(f, value))
+    results = {"dataset": run.meta["dataset"], "gamma": run.meta["gamma"], "seed": seed, "method": run.method,
+               "tag": run.args.tag, "encoder": run.args.encoder, "epochs": run.epochs, **scores, "num_classes": run.K,
+               "seconds": run.seconds, "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+               "config": run.config, "commit": commit(), "versions": versions()}
+    save_results(run.out, results)
+    print_results(results, run.out)
