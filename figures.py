@@ -38,12 +38,15 @@ ABLATIONS = {
     "cot": ("w/ COT", (72.74, 87.44, 58.67, 62.72, 63.11, 48.70, 86.63, 85.75, 79.67)),
     "eot": ("w/ EOT", (81.41, 83.00, 65.33, 66.59, 65.40, 57.61, 90.00, 86.11, 81.60)),
     "mot": ("w/ MOT", (69.33, 57.67, 30.52, 62.07, 57.34, 26.20, 88.97, 66.00, 64.33)),
+    "kmeans": ("w/ k-means", (math.nan,) * 9),  # the paper's Sec. 4.8 has no figures for it
     "no_dr": ("w/o DR", (80.74, 88.57, 71.21, 67.17, 65.08, 49.67, 88.33, 86.75, 81.33)),
     "no_qr": ("w/o QR", (82.50, 88.94, 70.52, 63.91, 65.42, 59.02, 87.67, 86.00, 81.57)),
     "no_dr_qr": ("w/o DR and QR", (81.19, 87.19, 71.05, 67.50, 64.88, 50.00, 88.33, 86.51, 80.33)),
     "no_adaptive_weight": ("w/o adaptive weight", (82.37, 90.22, 71.11, 68.18, 65.81, 64.57, 90.30, 87.00, 79.67)),
     "no_cwcl": ("w/o CWCL", (81.93, 90.11, 70.81, 67.83, 66.03, 58.70, 90.33, 85.22, 78.00)),
     "no_iwcl": ("w/o IWCL", (81.78, 86.44, 71.23, 65.54, 64.22, 65.20, 90.51, 76.75, 80.33))}
+METHODS = {"kmeans": "k-means", "gcd": "GCD", "deepaligned": "DeepAligned", "clnn": "MTP-CLNN", "dpn": "DPN",
+           "latentem": "LatentEM", "usnid": "USNID", "imbanid": "ImbaNID"}
 ROWS = (("ImbaNID", "test"), ("ImbaNID, protocol T", "test_kmeans"), ("k-means, raw features", "kmeans_raw"),
         ("semi-supervised k-means, raw", "ss_kmeans_raw"), ("k-means, pre-trained features", "kmeans_pretrained"))
 COLUMNS = ("ACC", "NMI", "ARI", "known", "novel", "head", "medium", "tail")
@@ -79,7 +82,9 @@ def print_mean(folders):
           f"{' '.join(str(run['seed']) for run in runs)}: mean and standard deviation, percent")
     print(f"{'':30}" + "".join(f"{c:>14}" for c in COLUMNS))
     for title, key in ROWS:
-        print(f"{title:30}" + "".join(f"{mean:8.2f} ±{sd:4.2f}" for mean, sd in spread(runs, key).values()))
+        if key in first:
+            title = title.replace("ImbaNID", METHODS[first["method"]])
+            print(f"{title:30}" + "".join(f"{mean:8.2f} ±{sd:4.2f}" for mean, sd in spread(runs, key).values()))
     minutes = np.array([sum(run["seconds"].values()) for run in runs]) / 60
     print(f"{minutes.mean():.1f} minutes a run, peak memory {max(run['peak_memory_mb'] for run in runs):.0f} MB")
 
@@ -134,13 +139,58 @@ def ablation_table(folder="results"):
                 continue
             theirs = paper[3 * list(CORPORA).index(dataset):]
             for group, value in zip(GROUPS, theirs):
-                cells.append(f"{np.mean([runs[dataset, tag, seed][group] for seed in seeds]):.2f} ({value:.2f})")
+                mean = np.mean([runs[dataset, tag, seed][group] for seed in seeds])
+                cells.append(f"{mean:.2f}" + (f" ({value:.2f})" if value == value else ""))
             ours, full = (np.array([runs[dataset, which, seed]["ACC"] for seed in seeds]) for which in (tag, ""))
             p = ttest_rel(ours, full).pvalue if len(seeds) > 1 and (ours != full).any() else math.nan
             cells.append(f"{ours.mean():.2f}" + (f", {(ours - full).mean():+.2f} (p {p:.2f})" if p == p else ""))
         rows.append(cells)
     heads = [f"{CORPORA[dataset][0]} {group}" for dataset in corpora for group in (*GROUPS, "ACC")]
     return markdown(["", *heads], rows)
+
+
+def method_title(run):
+    title = METHODS[run["method"]]
+    if run["method"] == "kmeans":
+        title = ("semi-sup. " if run["config"]["semi_supervised"] else "") + title + f", {run['config']['features']} features"
+    return title
+
+
+def methods_table(folder="results"):
+    """README's table of the compared methods, on the seeds that all of them have for a corpus and gamma; empty without them.
+
+    ImbaNID's row ends with a paired t-test of its ACC against the other row with the best one.
+    """
+    found = {}
+    for path in sorted(Path(folder).glob("*_g*_s*.json")):
+        run = read_results(path)
+        if (not run["tag"] or run["method"] == "kmeans") and run["config"]["known_ratio"] == 0.75:
+            cell = found.setdefault((run["dataset"], run["gamma"], run["encoder"]), {})
+            cell.setdefault(method_title(run), {})[run["seed"]] = run
+    rows = []
+    for key in sorted(found, key=lambda key: (list(CORPORA).index(key[0]), key[1:])):
+        by_method = found[key]
+        seeds = sorted(set.intersection(*(set(runs) for runs in by_method.values())))
+        if len(by_method) == 1 or not seeds:
+            continue
+        acc = {method: np.array([runs[seed]["test"]["ACC"] for seed in seeds]) for method, runs in by_method.items()}
+        best = max((title for title in acc if title != "ImbaNID"), key=lambda title: acc[title].mean())
+        order = list(METHODS)
+        for title in sorted(by_method, key=lambda t: (order.index(by_method[t][seeds[0]]["method"]), t)):
+            runs = [by_method[title][seed] for seed in seeds]
+            epochs = [*runs[0]["epochs"].values()] if isinstance(runs[0]["epochs"], dict) else [runs[0]["epochs"]]
+            if runs[0]["config"]["pretrain"]:
+                epochs.insert(0, runs[0]["config"]["pretrain"]["epochs"])
+            cells = [CORPORA[key[0]][0], f"{key[1]:g}", title, " ".join(map(str, seeds))]
+            cells += [f"{spread(runs, 'test')[c][0]:.2f}" for c in ("ACC", "NMI", "ARI", "known", "novel")]
+            cells += [f"{spread(runs, 'test_kmeans')['ACC'][0]:.2f}", " + ".join(map(str, epochs)),
+                      f"{np.mean([sum(run['seconds'].values()) for run in runs]):.0f}"]
+            if title == "ImbaNID" and len(seeds) > 1:
+                cells[4] += f" (p {ttest_rel(acc[title], acc[best]).pvalue:.2g} against {best})"
+            rows.append(cells)
+    columns = ("corpus", "gamma", "method", "seeds", "ACC (C)", "NMI (C)", "ARI (C)", "known (C)", "novel (C)", "ACC (T)",
+               "epochs", "seconds")
+    return markdown(columns, rows) if rows else ""
 
 
 def transport_tables(folder="results"):
@@ -455,7 +505,8 @@ def main(words):
         for path in paths:
             write_atomic(Path("results") / f"{Path(path).name}.json", json.dumps(read_results(path), indent=1) + "\n")
     elif command == "table":
-        print(*filter(None, (results_table(), ablation_table(), transport_tables(), speed_table())), sep="\n\n")
+        tables = results_table(), ablation_table(), methods_table(), transport_tables(), speed_table()
+        print(*filter(None, tables), sep="\n\n")
     else:
         draw(words)
 

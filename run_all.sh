@@ -2,11 +2,13 @@
 # The whole pipeline, for a benchmark or for a table of your own:
 #
 #   bash run_all.sh DATASET GAMMA [flags for train_imbanid.py]
+#   bash run_all.sh DATASET GAMMA --method METHOD [its flags]   a compared method, see baselines/
 #   bash run_all.sh TABLE [flags]                               a .csv, .tsv or .jsonl file, see README
 #
 #   bash run_all.sh demo 10                                     the bundled corpus, about 2 minutes on 2 cores
 #   SEEDS="0 1 2" bash run_all.sh clinc 10                      the paper's setting: BERT, three seeds, mean and deviation
 #   ENCODER=minilm RAW_DIR=~/corpora bash run_all.sh banking 5 --omega 0.3 --tag omega0.3
+#   ENCODER=minilm bash run_all.sh clinc 10 --method usnid
 #   bash run_all.sh my_utterances.csv --text_column message --label_column intent --num_classes 40
 #
 # Environment: SEED (0) or SEEDS, ENCODER (minilm for demo and tables, else bert-base-uncased), NPROC processes for training
@@ -36,7 +38,7 @@ launch=(python)
 if [ "$nproc" != 1 ]; then launch=(torchrun --standalone --nproc_per_node "$nproc"); fi
 
 # The flags of the first and the last stage are picked out, the others are train_imbanid.py's.
-tag= make=() name=() train=()
+tag= method=imbanid make=() name=() train=()
 while [ $# -gt 0 ]; do
     value=("${@:2:1}")
     case "$1" in
@@ -44,6 +46,8 @@ while [ $# -gt 0 ]; do
         --text_column=* | --label_column=* | --dev_ratio=*) make+=("$1") ;;
         --name_command) name+=("$1" "${value[@]}") && shift ;;
         --name_command=*) name+=("$1") ;;
+        --method) method=${value[0]:-} && shift ;;
+        --method=*) method=${1#--method=} ;;
         --tag) tag=_${value[0]:-} train+=("$1" "${value[@]}") && shift ;;
         --tag=*) tag=_${1#--tag=} train+=("$1") ;;
         --dataset* | --gamma* | --seed* | --known_ratio* | --labeled_ratio* | --data_dir* | --out_dir*)
@@ -54,15 +58,26 @@ while [ $# -gt 0 ]; do
     if [ $# -gt 0 ]; then shift; fi
 done
 
+stage=(train_imbanid.py)
+if [ "$method" != imbanid ]; then
+    if [ -n "$own" ] || [ ! -f "baselines/$method.py" ] || [ "$method" = shared ]; then
+        echo "run_all.sh: --method $method: on a benchmark choose imbanid, $(cd baselines && ls *.py | grep -v shared | sed s/.py// | paste -sd , | sed 's/,/, /g')" >&2
+        exit 2
+    fi
+    if [ "$nproc" != 1 ]; then echo "run_all.sh: the compared methods run on one process: leave NPROC out" >&2 && exit 2; fi
+    stage=(-m "baselines.$method" --encoder "$encoder")
+    tag=_$method$tag
+fi
+
 folders=()
 for seed in $seeds; do
     task=(--dataset "$dataset" --gamma "$gamma" --seed "$seed" --known_ratio "${KNOWN_RATIO:-0.75}")
     # raw corpus or table -> data/<run>/
     python make_lt_data.py "${task[@]}" --raw_dir "$raw" ${make[@]+"${make[@]}"}
     # data/<run>/ -> out/<run>/pretrain.pt
-    python pretrain.py "${task[@]}" --encoder "$encoder"
+    if [ "$method" = imbanid ]; then python pretrain.py "${task[@]}" --encoder "$encoder"; fi  # a compared method runs it if it needs it
     # data/<run>/ and out/<run>/pretrain.pt -> out/<run>/results.json and what belongs to it
-    "${launch[@]}" train_imbanid.py "${task[@]}" ${train[@]+"${train[@]}"}
+    "${launch[@]}" "${stage[@]}" "${task[@]}" ${train[@]+"${train[@]}"}
     run=$(python -c "import sys, make_lt_data as m; print(m.run_name(sys.argv[1], float('$gamma'), $seed, float('${KNOWN_RATIO:-0.75}')))" "$dataset")
     folders+=("out/$run$tag")
     if [ -n "$own" ]; then

@@ -31,7 +31,7 @@ import torch.distributed as dist
 import transformers
 from sklearn.cluster import KMeans
 from torch import nn
-from torch.nn.functional import cross_entropy, normalize
+from torch.nn.functional import cross_entropy, normalize, one_hot
 from tqdm import tqdm
 
 from encoder import Encoder, pick_dtype
@@ -52,7 +52,7 @@ from pretrain import (
     seed_epoch,
     trained_state,
 )
-from rot import moving_average_marginal, relaxed_ot
+from rot import RotResult, moving_average_marginal, relaxed_ot
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Args:
     num_classes: str = ""  # K: true (the benchmark's), auto (estimated), appendix_e, a number; empty: true where it is known
     max_classes: int = 0  # K' of Appendix E; 0: three times the known classes
     min_cluster: int = 0  # t of Appendix E; 0: half the mean cluster size N / K'
-    pseudo_label: str = "rot"  # rot, or Sec. 4.3's cot (beta uniform), eot (KL(beta || uniform)), mot (moving average)
+    pseudo_label: str = "rot"  # rot, or Sec. 4.3's cot (beta uniform), eot (KL(beta || uniform)), mot (moving average); kmeans
     mu: float = 0.9  # moving average of mot (Sec. 4.3); the paper does not say
     lambda1: float = 0.05  # entropic weight of the transport (Appendix F)
     lambda2: float = 0.0  # weight of its KL term; 0: 2 on long-tailed data, 7 on balanced (Appendix F)
@@ -166,19 +166,30 @@ def gather_rows(x, N):
 
 # ---- the loop ----
 
-def assign_pseudo_labels(log_p, label, args, lambda2, potential, marginal):
-    """Sec. 3.4 on this process's rows. log_p: (n, K). label: (n,), -1 unlabelled; marginal: MOT's beta.
+def kmeans_result(z, centre, N, rank):
+    """Sec. 4.8's other way to pseudo-labels: k-means on the unit features of all rows, z (n, H) on this process.
 
-    Returns pseudo_label (n,), confidence (n,), the RotResult and the next marginal. Labelled rows keep their true labels.
+    It starts from centre (K, H), the head's rows, so that cluster k stays class k. Returns a RotResult whose plan has one
+    cluster a row.
     """
+    everyone, steps, K = gather_rows(z, N), torch.zeros(1, device=z.device), len(centre)
+    found = torch.zeros_like(centre)
+    if rank == 0:
+        fitted = KMeans(K, init=centre.cpu().numpy(), n_init=1).fit(everyone.cpu().numpy())
+        found += torch.from_numpy(fitted.cluster_centers_).to(z)
+        steps += fitted.n_iter_
+    plan = one_hot(torch.cdist(z, sum_over_ranks(found)).argmin(1), K).double() / N
+    return RotResult(plan, sum_over_ranks(plan.sum(0)), torch.zeros(K), int(sum_over_ranks(steps)), 0.0, True)
+
+
+def transport_plan(log_p, args, lambda2, potential, marginal):
+    """Sec. 3.4 on this process's rows of log_p (n, K); marginal: MOT's beta. Returns a RotResult and the next marginal."""
     penalty = {"rot": "reverse_kl", "eot": "kl", "cot": "equality", "mot": "equality"}[args.pseudo_label]
     if args.pseudo_label == "mot":
         marginal = moving_average_marginal(marginal, log_p, args.mu, sum_over_ranks)
     result = relaxed_ot(log_p, args.lambda1, lambda2, penalty=penalty, init=potential, reduce=sum_over_ranks,
                         prior=marginal if args.pseudo_label == "mot" else None)
-    pseudo_label = torch.where(label >= 0, label, result.plan.argmax(1))
-    confidence = log_p.gather(1, pseudo_label[:, None])[:, 0].exp()
-    return pseudo_label, torch.where(label >= 0, 1.0, confidence), result, marginal
+    return result, marginal
 
 
 def batch_loss(encoder, head, hidden, view, rows, pseudo_label, confidence, clean, args):
@@ -315,8 +326,8 @@ def evaluate(args, z, head, pseudo_label, data, labels, meta, kmeans_file):
 
 
 def check_flags(args):
-    if args.pseudo_label not in ("rot", "cot", "eot", "mot"):
-        raise UserError(f"--pseudo_label {args.pseudo_label} is unknown: choose rot, cot, eot or mot")
+    if args.pseudo_label not in ("rot", "cot", "eot", "mot", "kmeans"):
+        raise UserError(f"--pseudo_label {args.pseudo_label} is unknown: choose rot, cot, eot, mot or kmeans")
     for flag in ("batch_size", "epochs", "max_steps", "view_epochs", "tau", "temperature", "lambda1", "lr", "head_lr", "kappa",
                  "cache_gb"):
         if not 0 < getattr(args, flag) < math.inf:
@@ -474,8 +485,13 @@ def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, r
 
     def assign():
         z = normalize(encoder.all_features(hidden["train"]), dim=1)
-        log_p = (z @ normalize(head.detach(), dim=1).T / args.temperature).log_softmax(1)
-        return assign_pseudo_labels(log_p, label["train"][rank::world], args, lambda2, potential, marginal)
+        centre, own_label = normalize(head.detach(), dim=1), label["train"][rank::world]
+        log_p = (z @ centre.T / args.temperature).log_softmax(1)
+        result, following = ((kmeans_result(z, centre, N, rank), marginal) if args.pseudo_label == "kmeans" else
+                             transport_plan(log_p, args, lambda2, potential, marginal))
+        pseudo_label = torch.where(own_label >= 0, own_label, result.plan.argmax(1))  # labelled rows keep their labels
+        confidence = log_p.gather(1, pseudo_label[:, None])[:, 0].exp()
+        return pseudo_label, torch.where(own_label >= 0, 1.0, confidence), result, following
 
     with tqdm(total=epochs, initial=epoch, desc="training", disable=rank > 0 or not sys.stderr.isatty()) as bar:
         while epoch < epochs:

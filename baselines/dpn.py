@@ -32,8 +32,8 @@ class Args(Flags):
 
 
 def prototype_loss(z, prototype, tau, distance):
-    """(B,): the mean distance of each unit row of z (B, H) to prototype (n, H), weighted by softmax(cosine / tau)."""
-    cosine = z @ normalize(prototype, dim=1).T
+    """(B,): the mean distance of each row of z (B, H) to prototype (n, H), weighted by softmax(cosine / tau)."""
+    cosine = normalize(z, dim=1) @ normalize(prototype, dim=1).T
     return ((cosine / tau).softmax(1) * (1 - cosine if distance == "cosine" else torch.cdist(z, prototype))).sum(1)
 
 
@@ -48,7 +48,7 @@ def main(args):
     head = nn.Linear(encoder.hidden_size, run.K).to(run.device)
 
     def begin_epoch(memory, step):
-        z = run.unit_features("train")
+        z = encoder.all_features(run.hidden["train"])  # not of unit length: it weighs (a) against (b)
         mean = torch.stack([z[label == k].mean(0) for k in range(run.num_known)])
         if "known" in memory:
             memory["known"] = args.ema * memory["known"] + (1 - args.ema) * mean
@@ -58,7 +58,7 @@ def main(args):
         memory |= {"known": mean, "cluster": centre, "is_known": torch.isin(found, matched)}
 
     def batch_loss(rows, memory):
-        z = normalize(encoder.features(run.hidden["train"], rows), dim=1)
+        z = encoder.features(run.hidden["train"], rows)
         all_rows = prototype_loss(z, memory["cluster"], args.tau, "euclidean").mean()
         known = (prototype_loss(z, memory["known"], args.tau, "cosine") * memory["is_known"][rows]).mean()
         drawn = run.labelled[torch.randint(len(run.labelled), (min(args.batch_size, len(run.labelled)),))]

@@ -1,7 +1,7 @@
 """k-means, and semi-supervised k-means, on features nobody trained, or on pre-trained ones. See shared.py for the files.
 
-    python -m baselines.kmeans --dataset clinc --gamma 10 --seed 0 --encoder minilm                      -> ..._kmeans
-    python -m baselines.kmeans --features pretrained --semi_supervised --encoder minilm         -> ..._ss_kmeans_pretrained
+    python -m baselines.kmeans --dataset clinc --gamma 10 --seed 0 --encoder minilm
+    python -m baselines.kmeans --features pretrained --semi_supervised --tag ss_pretrained --encoder minilm
 
 What any training has to beat. Semi-supervised: the labelled rows are held in their classes, whose means are the first centres.
 """
@@ -22,8 +22,7 @@ class Args(Flags):
 def main(args):
     if args.features not in ("raw", "pretrained"):
         raise UserError(f"--features {args.features} is unknown: choose raw or pretrained")
-    method = ("ss_" if args.semi_supervised else "") + "kmeans" + ("_pretrained" if args.features == "pretrained" else "")
-    run = Run(args, method, pretrained=args.features == "pretrained")
+    run = Run(args, "kmeans", pretrained=args.features == "pretrained")
     if run.finished:
         return
     start, z = time.time(), run.unit_features("train")

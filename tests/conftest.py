@@ -25,7 +25,7 @@ def write_tsv(path, rows):
 
 def script(name, *flags, ok=True, nproc=None, env=None, cwd=REPO):
     """Run a script as a user does. Returns the finished process; with ok, it must have exited with 0."""
-    start = [sys.executable, str(REPO / name)]
+    start = [sys.executable, *([name] if name == "-m" else [str(REPO / name)])]
     if nproc:
         start[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(nproc)]
     done = subprocess.run([*start, *map(str, flags)], cwd=cwd, capture_output=True, text=True, timeout=300,

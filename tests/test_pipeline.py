@@ -8,7 +8,7 @@ import sys
 import pytest
 from conftest import REPO, script
 
-from figures import ablation_table, results_table, speed_table, transport_tables
+from figures import ablation_table, methods_table, results_table, speed_table, transport_tables
 
 
 def run_all(*words, **env):
@@ -22,6 +22,8 @@ def test_usage_and_bad_input():
         assert done.returncode == 2 and "usage" in done.stderr and "Traceback" not in done.stderr
     done = run_all("demo", "10", "--seed", "3")
     assert done.returncode == 2 and "SEED" in done.stderr
+    done = run_all("demo", "10", "--method", "word2vec")
+    assert done.returncode == 2 and "usnid" in done.stderr and "shared" not in done.stderr
     done = run_all("atis", "10")
     assert done.returncode == 2 and "atis" in done.stderr and "Traceback" not in done.stderr
 
@@ -56,7 +58,7 @@ def test_mean_and_keep(real_minilm_run, tmp_path):
     assert script("figures.py", "draw", ok=False).returncode == 2
 
 
-@pytest.mark.parametrize("build", [results_table, ablation_table, transport_tables, speed_table])
+@pytest.mark.parametrize("build", [results_table, ablation_table, methods_table, transport_tables, speed_table])
 def test_readme_tables_are_the_ones_built_from_results(build):
     readme = (REPO / "README.md").read_text()
     for table in build(REPO / "results").split("\n\n"):
@@ -65,7 +67,8 @@ def test_readme_tables_are_the_ones_built_from_results(build):
 
 def test_readme_names_every_flag_it_shows():
     readme = (REPO / "README.md").read_text()
-    sources = "".join((REPO / f"{name}.py").read_text() for name in ("make_lt_data", "pretrain", "train_imbanid"))
+    scripts = [REPO / f"{name}.py" for name in ("make_lt_data", "pretrain", "train_imbanid")]
+    sources = "".join(path.read_text() for path in [*scripts, *(REPO / "baselines").glob("*.py")])
     by_hand = re.findall(r'"--([a-z_]+)"', (REPO / "predict.py").read_text())
     for flag in set(re.findall(r"`--([a-z_0-9]+)", readme)) - {"nproc_per_node", "nnodes", "max_restarts", "help", *by_hand}:
         assert f"    {flag}: " in sources, flag

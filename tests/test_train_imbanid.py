@@ -158,9 +158,9 @@ def test_results_file_and_arrays(tiny_run):
 LOW = ("--tau_g", 0.2, "--rho", 0.3)  # the tiny model is confident of nothing: at 0.9 QR selects no row
 WEAK = ("--lambda2", 0.05, "--temperature", 0.02)  # where rot and eot pull tail classes differently
 SWITCHES = [("--pseudo_label", "cot"), WEAK, ("--pseudo_label", "eot", *WEAK), ("--pseudo_label", "mot"),
-            ("--pseudo_label", "mot", "--mu", 0.1), ("--no_dr", *LOW), ("--no_qr", *LOW), ("--no_dr", "--no_qr"), LOW,
-            ("--no_adaptive_weight",), ("--no_cwcl",), ("--no_iwcl",), ("--omega", 0.9), ("--lambda1", 1.0),
-            ("--lambda2", 0.1), ("--rho", 0.1), ("--tau", 0.5), ("--temperature", 0.2),
+            ("--pseudo_label", "mot", "--mu", 0.1), ("--pseudo_label", "kmeans"), ("--no_dr", *LOW), ("--no_qr", *LOW),
+            ("--no_dr", "--no_qr"), LOW, ("--no_adaptive_weight",), ("--no_cwcl",), ("--no_iwcl",), ("--omega", 0.9),
+            ("--lambda1", 1.0), ("--lambda2", 0.1), ("--rho", 0.1), ("--tau", 0.5), ("--temperature", 0.2),
             ("--replace_rate", 0.6), ("--view_epochs", 1), ("--kappa", 3.0), ("--label_weight", 1.0), ("--num_classes", 10),
             ("--num_classes", "auto"), ("--num_classes", "appendix_e", "--max_classes", 12, "--min_cluster", 3), ("--swaps", 0)]
 
@@ -192,12 +192,13 @@ def test_hidden_labels_change_no_byte_of_the_model(tiny_run, tmp_path):
         assert (first / name).read_bytes() == (second / name).read_bytes()
 
 
-@pytest.mark.parametrize("P", [2, 4])  # the tiny corpus has 174 rows: 4 does not divide it
-def test_several_processes_give_what_one_gives(tiny_run, P):
+@pytest.mark.parametrize("P, pseudo_label", [(2, "rot"), (4, "rot"), (4, "kmeans")])  # 174 rows: 4 does not divide them
+def test_several_processes_give_what_one_gives(tiny_run, P, pseudo_label):
     """Under torchrun each process holds every P-th row; the first transport is that of one process."""
     task = tiny_run[0]
-    one, first = train(task, "--tag", f"one{P}", "--epochs", 1)
-    script("train_imbanid.py", *task, *TINY_TRAIN, "--epochs", 1, "--tag", f"P{P}", nproc=P)
+    flags = ("--epochs", 1, "--pseudo_label", pseudo_label, "--restart")
+    one, first = train(task, "--tag", f"one{P}", *flags)
+    script("train_imbanid.py", *task, *TINY_TRAIN, *flags, "--tag", f"P{P}", nproc=P)
     second = first.with_name(f"demo_g4_s0_P{P}")
     several = json.loads((second / "results.json").read_text())
     assert several["processes"] == P

@@ -1,0 +1,222 @@
+"""The compared methods: their pieces against plain formulas, each whole on the demo corpus, resumed after a kill, bad flags."""
+import importlib
+import json
+
+import numpy as np
+import pytest
+import torch
+from conftest import one_line_error, script
+from torch.nn.functional import normalize
+
+import pretrain
+from baselines import shared
+from baselines.clnn import nearest_rows, neighbour_loss
+from baselines.dpn import prototype_loss
+from baselines.latentem import assignment_loss, pass_labels_on
+from baselines.usnid import erase_tokens
+from encoder import Encoder
+
+NAMES = ("gcd", "deepaligned", "clnn", "dpn", "latentem", "usnid")
+
+
+def method(name, **flags):
+    """main of a method's script with these flags, in this process."""
+    module = importlib.import_module(f"baselines.{name}")
+    module.main(module.Args(**flags))
+
+
+def unit(*shape, seed=0):
+    return normalize(torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64), dim=-1)
+
+
+# ---- pieces ----
+
+def test_supervised_contrast_is_supcon():
+    z, label = unit(5, 2, 8), torch.tensor([0, 0, 1, -1, -1])
+    flat, y = z.flatten(0, 1), label.repeat_interleave(2)
+    total = 0.0
+    for i in range(10):
+        others = [j for j in range(10) if j != i]
+        positive = [j for j in others if j // 2 == i // 2 or (y[i] >= 0 and y[i] == y[j])]
+        log_sum = torch.logsumexp(torch.stack([flat[i] @ flat[j] / 0.1 for j in others]), 0)
+        total -= sum(flat[i] @ flat[j] / 0.1 - log_sum for j in positive) / len(positive) / 10
+    assert float(shared.supervised_contrast(z, label, 0.1)) == pytest.approx(float(total))
+
+
+def test_neighbour_loss_against_its_formula():
+    z, positive = unit(4, 2, 8), torch.tensor([[0, 1, 0, 0], [0, 0, 0, 0], [1, 0, 0, 1], [0, 0, 0, 0]], dtype=torch.bool)
+    flat, total = z.flatten(0, 1), 0.0
+    for a in range(8):
+        others = [j for j in range(8) if j != a]
+        log_sum = torch.logsumexp(torch.stack([flat[a] @ flat[j] / 0.2 for j in others]), 0)
+        mine = [j for j in others if j // 2 == a // 2 or positive[a // 2, j // 2]]
+        total -= sum(flat[a] @ flat[j] / 0.2 - log_sum for j in mine) / len(mine) / 8
+    assert float(neighbour_loss(z, positive, 0.2)) == pytest.approx(float(total))
+
+
+def test_nearest_rows_leave_the_row_itself_out():
+    z = unit(40, 6)
+    found = nearest_rows(z, 3)
+    similarity = z @ z.T - 9 * torch.eye(40)
+    assert (found != torch.arange(40)[:, None]).all()
+    assert torch.equal(found.sort(1).values, similarity.topk(3).indices.sort(1).values)
+
+
+def test_prototype_losses():
+    z, prototype = unit(3, 6) * 2, unit(4, 6, seed=1) * 0.5
+    for distance in ("cosine", "euclidean"):
+        for i in range(3):
+            cosine = torch.nn.functional.cosine_similarity(z[i][None], prototype)
+            far = 1 - cosine if distance == "cosine" else (z[i] - prototype).norm(dim=1)
+            expected = float(((cosine / 0.1).softmax(0) * far).sum())
+            assert float(prototype_loss(z, prototype, 0.1, distance)[i]) == pytest.approx(expected)
+
+
+def test_assignment_loss_is_a_mean_over_pairs():
+    p, cluster = unit(5, 6), torch.tensor([0, 0, 0, 1, 2])
+    terms = []
+    for i in range(5):
+        log_sum = torch.logsumexp(torch.stack([p[i] @ p[k] / 0.3 for k in range(5) if k != i]), 0)
+        terms += [log_sum - p[i] @ p[j] / 0.3 for j in range(5) if j != i and cluster[i] == cluster[j]]
+    assert float(assignment_loss(p, cluster, 0.3)) == pytest.approx(float(sum(terms) / len(terms)))
+    assert float(assignment_loss(p, torch.arange(5), 0.3)) == 0  # no pair, no NaN
+
+
+def test_labels_are_passed_on_within_a_cluster_alone():
+    z = normalize(torch.tensor([[1.0, 0.0], [1.0, 0.1], [1.0, 0.01], [0.0, 1.0], [0.1, 1.0]]), dim=1)
+    label, cluster = torch.tensor([3, -1, -1, 7, -1]), torch.tensor([0, 0, 1, 2, 1])
+    assert pass_labels_on(z, label, cluster).tolist() == [3, 3, -1, 7, -1]  # row 2 is nearer but in another cluster
+    assert label.tolist() == [3, -1, -1, 7, -1]
+
+
+def test_align_undoes_a_shuffling():
+    centre, order = unit(7, 5), torch.randperm(7, generator=torch.Generator().manual_seed(3))
+    assert torch.equal(centre[order][shared.align(centre, centre[order])], centre)
+    known = shared.align(centre[:3], centre[order])  # fewer prototypes than clusters, as in DPN
+    assert torch.equal(centre[order][known], centre[:3])
+
+
+def test_erased_tokens(tiny_encoder):
+    encoder = Encoder(str(tiny_encoder), 32, torch.device("cpu"), torch.float32)
+    tokens = encoder.tokenize(["set an alarm for six in the morning please", "play", "turn the light off now"] * 20)
+    erased = erase_tokens(encoder)(tokens, 0.4, torch.Generator().manual_seed(0))
+    special = encoder.special(erased)
+    for row in range(60):
+        before = tokens.values[tokens.offsets[row]:tokens.offsets[row + 1]]
+        after = erased.values[erased.offsets[row]:erased.offsets[row + 1]]
+        assert len(after) == len(before) - int(0.4 * (len(before) - 2))
+        left = iter(before.tolist())
+        assert all(token in left for token in after.tolist()), "the order must stay"
+    assert special.sum() == 2 * 60
+    assert not torch.equal(erased.values[:erased.offsets[1]], erased.values[erased.offsets[3]:erased.offsets[4]])
+
+
+def test_kmeans_plus_plus_starts_far_from_the_known_centres():
+    x = torch.cat([normalize(torch.eye(6)[k] + 0.01 * torch.randn(20, 6, generator=torch.Generator().manual_seed(k)), dim=1)
+                   for k in range(6)])
+    label = torch.full((120,), -1)
+    label[[0, 20]] = torch.tensor([0, 1])
+    centre = pretrain.semi_supervised_kmeans(x, label, 6, 2, seed=0, n_init=1, plus_plus=True)
+    assert len(torch.cdist(x, centre).argmin(1).unique()) == 6
+
+
+# ---- whole methods ----
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """Flags of the demo corpus with the real encoder, pre-trained shortly for the methods that start from that."""
+    folder = tmp_path_factory.mktemp("demo")
+    task = {"dataset": "demo", "gamma": 10.0, "data_dir": str(folder / "data")}
+    words = [word for key, value in task.items() for word in (f"--{key}", value)]
+    script("make_lt_data.py", *words)
+    script("pretrain.py", *words, "--out_dir", folder / "out", "--encoder", "minilm", "--epochs", 8)
+    return {**task, "encoder": "minilm", "out_dir": str(folder / "out")}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_method_beats_kmeans_on_raw_features(demo, name, capsys):
+    """Each under its own protocol: GCD's centres are fitted on train (C), the others cluster the test features (T)."""
+    short = {"pretrain_epochs": 8} if name in ("deepaligned", "latentem", "usnid") else {}
+    method(name, **demo, epochs=2, **short)
+    results = json.loads((shared.Path(demo["out_dir"]) / f"demo_g10_s0_{name}/results.json").read_text())
+    row = "test" if name == "gcd" else "test_kmeans"
+    if not (shared.Path(demo["out_dir"]) / "demo_g10_s0_kmeans").exists():
+        method("kmeans", **demo)
+    plain = json.loads((shared.Path(demo["out_dir"]) / "demo_g10_s0_kmeans/results.json").read_text())
+    assert results["method"] == name and results[row]["ACC"] > plain[row]["ACC"]
+    capsys.readouterr()
+    method(name, **demo, epochs=2, **short)
+    assert "skipped" in capsys.readouterr().out
+
+
+class KilledError(Exception):
+    pass
+
+
+@pytest.fixture(scope="module")
+def tiny_flags(tiny_run, tiny_encoder):
+    """Flags that finish in seconds: the tiny corpus, the tiny encoder, what pretrain.py made of them."""
+    task = dict(zip((word.lstrip("-") for word in map(str, tiny_run[0][::2])), tiny_run[0][1::2]))
+    folders = {key: str(task[key]) for key in ("data_dir", "out_dir")}
+    return {**task, **folders, "gamma": 4.0, "encoder": str(tiny_encoder), "dtype": "float32", "max_length": 32,
+            "batch_size": 64, "epochs": 2}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_killed_run_ends_like_one_that_was_not(tiny_flags, name, monkeypatch):
+    more = {"pretrain_epochs": 2} if name in ("deepaligned", "latentem", "usnid") else {}
+    method(name, **tiny_flags, **more)
+    whole = shared.Path(tiny_flags["out_dir"]) / f"demo_g4_s0_{name}"
+    save, calls = shared.save_checkpoint, []
+
+    def save_once(*args, **state):
+        save(*args, **state)
+        calls.append(args)
+        if len(calls) % 2:
+            raise KilledError
+
+    monkeypatch.setattr(shared, "save_checkpoint", save_once)
+    for _ in range(20):
+        try:
+            method(name, **tiny_flags, **more, tag="killed")
+            break
+        except KilledError:
+            continue
+    part = whole.with_name(whole.name + "_killed")
+    assert len(calls) > 2
+    for file in ("test_pred.npy", "test_feature.npy", "pseudo_label.npy", "confidence.npy", "beta.npy"):
+        assert (whole / file).read_bytes() == (part / file).read_bytes(), file
+    a, b = (json.loads((folder / "results.json").read_text()) for folder in (whole, part))
+    assert a["test"] == b["test"] and a["epochs"] == b["epochs"]
+    assert np.load(whole / "beta.npy").sum() == pytest.approx(1)
+    torch.load(whole / "last.pt", weights_only=True)
+
+
+def test_hidden_labels_change_no_byte(tiny_flags, tiny_run):
+    truth = tiny_run[1] / "data/demo_g4_s0/train_truth.npy"
+    kept = truth.read_bytes()
+    np.save(truth, np.roll(np.load(truth), 7))
+    try:
+        for name in NAMES:
+            method(name, **{**tiny_flags, "epochs": 1}, tag="shuffled", **(
+                {"pretrain_epochs": 1} if name in ("deepaligned", "latentem", "usnid") else {}))
+    finally:
+        truth.write_bytes(kept)
+    for name in NAMES:
+        method(name, **{**tiny_flags, "epochs": 1}, tag="seen", **(
+            {"pretrain_epochs": 1} if name in ("deepaligned", "latentem", "usnid") else {}))
+        first, second = (shared.Path(tiny_flags["out_dir"]) / f"demo_g4_s0_{name}_{tag}" for tag in ("shuffled", "seen"))
+        assert (first / "test_pred.npy").read_bytes() == (second / "test_pred.npy").read_bytes()
+
+
+def test_bad_flags_end_in_one_line(tiny_flags, tiny_run):
+    task = ("--data_dir", tiny_flags["data_dir"], "--out_dir", tiny_flags["out_dir"], "--dataset", "demo", "--gamma", 4)
+    for name, words, expected in (("usnid", ["--erase_rate", 2], "erase_rate"), ("kmeans", ["--features", "bert"], "features"),
+                                  ("gcd", ["--topk", 3], "topk"), ("clnn", ["--tag", "a/b"], "tag")):
+        one_line_error(script("-m", f"baselines.{name}", *task, *words, ok=False), expected)
+    with pytest.raises(shared.UserError, match="benchmark|run on"):
+        method("dpn", **{**tiny_flags, "dataset": "my.csv"})
+    with pytest.raises(shared.UserError, match="other settings"):
+        method("clnn", **{**tiny_flags, "topk": 3})
+    with pytest.raises(shared.UserError, match="--encoder"):
+        method("dpn", **{**tiny_flags, "encoder": "minilm", "tag": "other"})
