@@ -83,7 +83,7 @@ def print_mean(folders):
     print(f"{'':30}" + "".join(f"{c:>14}" for c in COLUMNS))
     for title, key in ROWS:
         if key in first:
-            title = title.replace("ImbaNID", METHODS[first["method"]])
+            title = title.replace("ImbaNID", method_title(first))
             print(f"{title:30}" + "".join(f"{mean:8.2f} ±{sd:4.2f}" for mean, sd in spread(runs, key).values()))
     minutes = np.array([sum(run["seconds"].values()) for run in runs]) / 60
     print(f"{minutes.mean():.1f} minutes a run, peak memory {max(run['peak_memory_mb'] for run in runs):.0f} MB")
@@ -98,7 +98,8 @@ def results_table(folder="results"):
     groups = {}
     for path in sorted(Path(folder).glob("*_g*_s*.json")):
         run = read_results(path)
-        if run["method"] == "imbanid" and not run["tag"]:
+        shares = run["config"]["known_ratio"], run["config"]["labeled_ratio"]
+        if run["method"] == "imbanid" and not run["tag"] and shares == (0.75, 0.1):
             groups.setdefault((run["dataset"], run["gamma"], run["encoder"]), []).append(run)
     columns = ("corpus", "gamma", "encoder", "seeds", "ACC", "NMI", "ARI", "known", "novel", "semi-sup. k-means, ACC",
                "k-means, ACC", "paper ACC / NMI / ARI (BERT)")
@@ -124,7 +125,7 @@ def ablation_table(folder="results"):
     runs = {}
     for path in sorted(Path(folder).glob("*_g10_s*.json")):
         run = read_results(path)
-        if run["method"] == "imbanid" and run["config"]["known_ratio"] == 0.75:
+        if run["method"] == "imbanid" and (run["config"]["known_ratio"], run["config"]["labeled_ratio"]) == (0.75, 0.1):
             runs[run["dataset"], run["tag"], run["seed"]] = run["test"]
     corpora = [dataset for dataset in CORPORA if any(key[0] == dataset and key[1] for key in runs)]
     if not corpora:
@@ -164,7 +165,8 @@ def methods_table(folder="results"):
     found = {}
     for path in sorted(Path(folder).glob("*_g*_s*.json")):
         run = read_results(path)
-        if (not run["tag"] or run["method"] == "kmeans") and run["config"]["known_ratio"] == 0.75:
+        shares = run["config"]["known_ratio"], run["config"]["labeled_ratio"]
+        if (not run["tag"] or run["method"] == "kmeans") and shares == (0.75, 0.1):
             cell = found.setdefault((run["dataset"], run["gamma"], run["encoder"]), {})
             cell.setdefault(method_title(run), {})[run["seed"]] = run
     rows = []
@@ -178,14 +180,13 @@ def methods_table(folder="results"):
         order = list(METHODS)
         for title in sorted(by_method, key=lambda t: (order.index(by_method[t][seeds[0]]["method"]), t)):
             runs = [by_method[title][seed] for seed in seeds]
-            epochs = [*runs[0]["epochs"].values()] if isinstance(runs[0]["epochs"], dict) else [runs[0]["epochs"]]
-            if runs[0]["config"]["pretrain"]:
-                epochs.insert(0, runs[0]["config"]["pretrain"]["epochs"])
+            epochs = runs[0]["epochs"]
+            epochs = [*epochs.values()] if isinstance(epochs, dict) else [runs[0]["config"]["pretrain"]["epochs"], epochs]
             cells = [CORPORA[key[0]][0], f"{key[1]:g}", title, " ".join(map(str, seeds))]
             cells += [f"{spread(runs, 'test')[c][0]:.2f}" for c in ("ACC", "NMI", "ARI", "known", "novel")]
             cells += [f"{spread(runs, 'test_kmeans')['ACC'][0]:.2f}", " + ".join(map(str, epochs)),
                       f"{np.mean([sum(run['seconds'].values()) for run in runs]):.0f}"]
-            if title == "ImbaNID" and len(seeds) > 1:
+            if title == "ImbaNID" and len(seeds) > 1 and (acc[title] != acc[best]).any():
                 cells[4] += f" (p {ttest_rel(acc[title], acc[best]).pvalue:.2g} against {best})"
             rows.append(cells)
     columns = ("corpus", "gamma", "method", "seeds", "ACC (C)", "NMI (C)", "ARI (C)", "known (C)", "novel (C)", "ACC (T)",
@@ -328,7 +329,8 @@ def groups(run):
     """Test accuracy of ImbaNID and of k-means, by group of classes."""
     columns = ("ACC", *COLUMNS[3:])
     figure, (axis,) = panels()
-    bars(axis, {title: (np.array([run[key][c] for c in columns], dtype=float), [0] * 6) for title, key in ROWS if key in run},
+    rows = {title.replace("ImbaNID", method_title(run)): run[key] for title, key in ROWS if key in run}
+    bars(axis, {title: (np.array([row[c] for c in columns], dtype=float), [0] * 6) for title, row in rows.items()},
          ("all", *columns[1:]), xlabel="classes", ylabel="test accuracy, percent")
     figure.legend(loc="outside upper center", ncols=3)
     return figure
@@ -382,7 +384,7 @@ def varied(runs, key, same=None):
     """[(title, {value of key: runs})] where key varies among runs that agree in `same`, or in all but the seed and the tag."""
     found = {}
     for run in runs:
-        config = {**run["config"], "tag": run.get("tag", ""), "encoder": run["encoder"]}
+        config = {**run["config"], "tag": run.get("tag", ""), "encoder": run["encoder"], "method": run["method"]}
         config["lambda2"] = config.get("lambda2") or (2.0 if config["gamma"] > 1 else 7.0)  # what train_imbanid.py makes of 0
         rest = {k: v for k, v in config.items() if (k in same if same else k not in (key, "seed", "tag", "pretrain"))}
         title = CORPORA[run["dataset"]][0] + ("" if key == "gamma" else f", gamma {run['gamma']:g}")
@@ -486,10 +488,12 @@ def draw(paths):
         builds = (class_sizes, epochs) if run.get("own") else (class_sizes, tsne_map, groups, epochs, confusion)
         paths = {build: run["folder"] / "figures" / f"{build.__name__}.png" for build in builds}
         pictures = {path: build.__doc__ for build, path in paths.items() if attempt(path, build, run)}
-        attempt(run["folder"] / "report.html", report, run, pictures)
+        if run["method"] == "imbanid":
+            attempt(run["folder"] / "report.html", report, run, pictures)
+    alike = "dataset method gamma known_ratio labeled_ratio encoder omega lambda2".split()
     for key, build, same in (("gamma", gamma_curves, ("dataset",)), ("omega", setting_curves, None),
                              ("lambda2", setting_curves, None), ("known_ratio", setting_bars, None),
-                             ("tag", setting_bars, "dataset gamma known_ratio labeled_ratio encoder omega lambda2".split())):
+                             ("tag", setting_bars, alike)):
         if found := varied([run for run in runs if "test" in run], key, same):
             attempt(runs[0]["folder"].resolve().parent / "figures" / f"{key}.png", build, found, key)
 

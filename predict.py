@@ -139,6 +139,8 @@ def open_model(run):
         results = None
     if state is None or results is None:
         raise UserError(f"{run} is no finished run (no last.pt or results.json): pass a folder that train_imbanid.py wrote")
+    if "head" not in state:
+        raise UserError(f"{run} is a run of {results['method']}, which has no cluster head: pass one of train_imbanid.py")
     return state, results
 
 

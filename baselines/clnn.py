@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.functional import normalize
 
-from baselines.shared import Flags, Run, check_positive, check_shares, finish, kmeans, train
+from baselines.shared import Flags, Run, check_positive, check_shares, check_zero_or_more, finish, kmeans, train
 from make_lt_data import run_script
 
 NEIGHBOURS = {"clinc": 100, "banking": 50, "stackoverflow": 500}  # k per corpus; the rule of Sec. 4.4, else: half a class
@@ -55,6 +55,7 @@ def nearest_rows(z, k):
 
 def main(args):
     check_positive(args, "epochs", "batch_size", "update_epochs", "tau", "projection")
+    check_zero_or_more(args, "lr", "topk")
     check_shares(args, "replace_rate")
     run = Run(args, "clnn", pretrained=True)
     if run.finished:

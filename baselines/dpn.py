@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 
-from baselines.shared import Flags, Run, align, check_positive, check_shares, finish, kmeans, train
+from baselines.shared import Flags, Run, align, check_positive, check_shares, check_zero_or_more, finish, kmeans, train
 from make_lt_data import run_script
 
 EPOCHS = {"clinc": 80, "banking": 60, "stackoverflow": 10}
@@ -39,6 +39,7 @@ def prototype_loss(z, prototype, tau, distance):
 
 def main(args):
     check_positive(args, "batch_size", "lr", "tau")
+    check_zero_or_more(args, "epochs", "known_weight")
     check_shares(args, "ema")
     run = Run(args, "dpn", pretrained=True)
     if run.finished:

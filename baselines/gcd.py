@@ -30,12 +30,13 @@ class Args(Flags):
     sup_weight: float = 0.35  # lambda (paper, Sec. 4.1)
     tau: float = 0.07  # of both losses (TEXTOIR)
     replace_rate: float = 0.25  # tokens replaced in the second view; the frozen layers have no dropout, TEXTOIR's only view
+    view_epochs: int = 2  # epochs that share the second view, since the trunk has to run for each
     projection: int = 256  # width of the projection (TEXTOIR: 768 -> 768 -> 256)
     n_init: int = 100  # starts of the semi-supervised k-means (authors' script)
 
 
 def main(args):
-    check_positive(args, "epochs", "patience", "batch_size", "lr", "tau", "projection", "n_init")
+    check_positive(args, "epochs", "patience", "batch_size", "lr", "tau", "projection", "n_init", "view_epochs")
     check_shares(args, "sup_weight", "replace_rate")
     run = Run(args, "gcd")
     if run.finished:
@@ -49,7 +50,7 @@ def main(args):
 
     def batch_loss(rows, memory):
         rows = torch.multinomial(weight, len(rows), replacement=True)
-        view = run.view(memory["epoch"], encoder.replace_tokens, args.replace_rate, every=2)
+        view = run.view(memory["epoch"], encoder.replace_tokens, args.replace_rate, args.view_epochs)
         z = torch.stack([encoder.features(run.hidden["train"], rows), encoder.features(view, rows)], 1)
         z = normalize(head(z), dim=2)
         held = label[rows] >= 0
@@ -61,7 +62,7 @@ def main(args):
         return -cluster_metrics(run.labels["dev"], found, run.num_known, torch.ones(run.num_known).numpy())["ACC"]
 
     train(run, "last", {"head": head}, batch_loss, epochs=args.epochs, batch_size=args.batch_size, lr=args.lr,
-          judge=judge, patience=args.patience)
+          judge=judge if len(run.labels["dev"]) >= run.num_known else None, patience=args.patience)
     finish(run, semi_supervised_kmeans(run.unit_features("train"), label, run.K, run.num_known, args.seed, args.n_init, True))
 
 

@@ -27,7 +27,7 @@ def main(args):
         return
     start, z = time.time(), run.unit_features("train")
     centre = (semi_supervised_kmeans(z, run.label["train"], run.K, run.num_known, args.seed) if args.semi_supervised
-              else kmeans(z, run.K, args.seed)[0])
+              else kmeans(z, run.K, args.seed, n_init=3)[0])
     run.seconds["kmeans"] = time.time() - start
     run.out.mkdir(parents=True, exist_ok=True)
     finish(run, centre)

@@ -2,9 +2,10 @@
 
     python -m baselines.latentem --dataset clinc --gamma 10 --seed 0 --encoder minilm
 
-The assignments of all rows are latent. E-step: k-means, and every labelled row passes its label on to the nearest unlabelled
-row of its cluster. M-step: contrast between the rows that share an assignment, which raises the likelihood of the
-assignments, and cross-entropy on the labelled rows, which keeps what is known of them. k-means at the end. Authors' code:
+After pre-training (with CE + MLM, the authors' --load_mtp, or with --ce_only as in their run.sh), the assignments of all rows
+are latent. E-step: k-means, and every labelled row passes its label on to the nearest unlabelled row of its cluster. M-step:
+contrast between the rows that share an assignment, which raises the likelihood of the assignments, and cross-entropy on the
+rows with a label, which keeps what is known of them. k-means at the end. Authors' code:
 github.com/zyh190507/Probabilistic-discovery-new-intents, from whose run.sh the settings are (there is none for StackOverflow).
 """
 from dataclasses import dataclass
@@ -30,11 +31,12 @@ from make_lt_data import run_script
 
 @dataclass
 class Args(Flags):
-    pretrain_epochs: int = 100  # at most
-    patience: int = 20  # epochs of pre-training without a better dev loss
     epochs: int = 100  # fixed
     batch_size: int = 512  # of both stages
     lr: float = 5e-5  # of both stages
+    ce_only: bool = False  # pre-train with cross-entropy on the labelled rows instead of starting from pretrain.pt
+    pretrain_epochs: int = 100  # with ce_only, at most
+    patience: int = 20  # with ce_only: epochs of pre-training without a better dev loss
     ce_weight: float = 0.6  # beta: weight of cross-entropy, the contrast has the rest
     tau: float = 0.1  # temperature
 
@@ -61,15 +63,16 @@ def assignment_loss(p, cluster, tau):
 def main(args):
     check_positive(args, "pretrain_epochs", "patience", "epochs", "batch_size", "lr", "tau")
     check_shares(args, "ce_weight")
-    run = Run(args, "latentem")
+    run = Run(args, "latentem", pretrained=not args.ce_only)
     if run.finished:
         return
     encoder, dense, H = run.encoder, dense_layer(run), run.encoder.hidden_size
     known = nn.Linear(H, run.num_known).to(run.device)
     projection = nn.Sequential(nn.Linear(H, 2 * H), nn.ReLU(), nn.Dropout(0.1), nn.Linear(2 * H, H), nn.ReLU(),
                                nn.Dropout(0.1)).to(run.device)
-    pretrain_on_known(run, dense, known, epochs=args.pretrain_epochs, batch_size=args.batch_size, lr=args.lr,
-                      patience=args.patience)
+    if args.ce_only:
+        pretrain_on_known(run, dense, known, epochs=args.pretrain_epochs, batch_size=args.batch_size, lr=args.lr,
+                          patience=args.patience)
 
     def begin_epoch(memory, step):
         z = dense_features(run, dense)
@@ -79,9 +82,8 @@ def main(args):
     def batch_loss(rows, memory):
         z = dense(encoder.features(run.hidden["train"], rows))
         contrast = assignment_loss(normalize(projection(z), dim=1), memory["cluster"][rows], args.tau)
-        with_label = torch.where(memory["label"] >= 0)[0]
-        drawn = with_label[torch.randint(len(with_label), (min(args.batch_size, len(with_label)),))]
-        ce = cross_entropy(known(dense(encoder.features(run.hidden["train"], drawn))), memory["label"][drawn])
+        y = memory["label"][rows]
+        ce = cross_entropy(known(z[y >= 0]), y[y >= 0]) if (y >= 0).any() else 0.0
         return (1 - args.ce_weight) * contrast + args.ce_weight * ce
 
     train(run, "last", {"dense": dense, "known": known, "projection": projection}, batch_loss, epochs=args.epochs,

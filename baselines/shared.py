@@ -68,6 +68,8 @@ class Run:
         self.args, self.method, self.views, self.log, self.epochs = args, method, {}, [], {}
         name, self.data, texts, self.labels, _, self.meta = open_run(args)
         self.K, self.num_known = self.meta["num_classes"], self.meta["num_known"]
+        if not self.meta["num_unlabelled"]:
+            raise UserError(f"{self.data} has no unlabelled row: there is nothing to discover")
         base = Path(args.out_dir) / name
         self.out = base.with_name("_".join(filter(None, (name, method, args.tag))))
         self.pre = pre_trained(args, base / "pretrain.pt", self.data) if pretrained else None
@@ -79,6 +81,7 @@ class Run:
         self.finished = self.read_finished()
         if self.finished:
             return
+        start = time.time()
         self.device = pretrain.pick_device(args.device)
         self.encoder = Encoder(args.encoder, args.max_length, self.device, pick_dtype(args.dtype, self.device), True,
                                args.cache_gb, self.out)
@@ -90,6 +93,8 @@ class Run:
         torch.manual_seed(args.seed)  # the heads that a method makes
         if pretrained:
             load_trained(self.encoder.last_layer, self.pre["last_layer"])
+            self.epochs["pretrain"] = len(self.pre["log"])
+        self.seconds["features"] = time.time() - start
 
     def read_finished(self):
         """True if results.json is there, made with these settings."""
@@ -102,6 +107,7 @@ class Run:
             print(f"{path} is there already, made with the same settings: skipped")
             print_results(results, self.out)
             return True
+        path.unlink(missing_ok=True)  # what --restart replaces
         return False
 
     def unit_features(self, split):
@@ -137,6 +143,12 @@ def check_positive(args, *flags):
     for flag in flags:
         if not 0 < getattr(args, flag) < math.inf:
             raise UserError(f"--{flag} {getattr(args, flag)} must be a number above 0")
+
+
+def check_zero_or_more(args, *flags):
+    for flag in flags:
+        if not 0 <= getattr(args, flag) < math.inf:
+            raise UserError(f"--{flag} {getattr(args, flag)} must be 0 or more")
 
 
 def check_shares(args, *flags):
@@ -187,10 +199,10 @@ def dev_loss(run, dense, classifier):
     return float(cross_entropy(classifier(dense(run.encoder.all_features(run.hidden["dev"]))), run.label["dev"]))
 
 
-def kmeans(z, K, seed, init=None):
-    """k-means on z (N, H). init: (K, H) centres to start from, else the best of ten k-means++ starts. Returns (centre, id)."""
-    found = KMeans(K, n_init=10 if init is None else 1, init="k-means++" if init is None else init.cpu().numpy(),
-                   random_state=seed).fit(z.cpu().numpy())
+def kmeans(z, K, seed, n_init=10, init=None):
+    """k-means on z (N, H): (centre (K, H), id (N,)) of the best of n_init k-means++ starts, or from the centres init on."""
+    start = {"n_init": n_init} if init is None else {"n_init": 1, "init": init.cpu().numpy()}
+    found = KMeans(K, **start, random_state=seed).fit(z.cpu().numpy())
     return torch.from_numpy(found.cluster_centers_).to(z), torch.from_numpy(found.labels_).long().to(z.device)
 
 
@@ -259,7 +271,9 @@ def train(run, stage, heads, batch_loss, *, epochs, batch_size, lr, warmup=0.1, 
     while not done:
         generator = seed_epoch(args.seed, epoch + 1)
         memory["epoch"] = epoch + 1
-        done = epoch == epochs or bool(begin_epoch and begin_epoch(memory, step))
+        done = epoch >= epochs
+        if not done and begin_epoch and begin_epoch(memory, step):
+            done, best = True, {**best, "epoch": epoch, "modules": trained_state(modules), "memory": dict(memory)}
         if not done:
             epoch += 1
             modules.train()
@@ -269,7 +283,7 @@ def train(run, stage, heads, batch_loss, *, epochs, batch_size, lr, warmup=0.1, 
             value = judge(memory) if judge else -epoch
             log.append({"stage": stage, "epoch": epoch, "loss": sum(losses) / len(losses),
                         "seconds": before + time.time() - start, **({"judged": value} if judge else {})})
-            if value < best["value"]:
+            if value < best["value"] or value != value:  # no dev rows: nothing to choose by
                 best = {"value": value, "epoch": epoch, "modules": trained_state(modules), "memory": dict(memory)}
             done = bool(patience) and epoch - best["epoch"] >= patience
         save_checkpoint(path, modules=trained_state(modules), optimizer=optimizer.state_dict(), schedule=schedule.state_dict(),
@@ -304,12 +318,13 @@ def finish(run, centre, dense=None):
     dense: the layer behind the encoder where the method has one. confidence.npy holds the cosine to the own centre. This
     is the one place that opens train_truth.npy.
     """
+    start = time.time()
     z = {split: dense_features(run, dense or nn.Identity(), split) for split in run.raw}
     found = {split: nearest(z[split], centre) for split in z}
     cosine = (normalize(z["train"], dim=1) * normalize(centre, dim=1)[found["train"]]).sum(1)
     counts, truth, seed = np.load(run.data / "class_counts.npy"), np.load(run.data / "train_truth.npy"), run.args.seed
-    clusters = {"test": found["test"], "test_kmeans": kmeans(z["test"], run.K, seed)[1],
-                "kmeans_raw": nearest(run.raw["test"], kmeans(run.raw["train"], run.K, seed)[0]),
+    clusters = {"test": found["test"], "test_kmeans": kmeans(z["test"], run.K, seed, n_init=3)[1],
+                "kmeans_raw": nearest(run.raw["test"], kmeans(run.raw["train"], run.K, seed, n_init=3)[0]),
                 "ss_kmeans_raw": nearest(run.raw["test"], pretrain.semi_supervised_kmeans(
                     run.raw["train"], run.label["train"], run.K, run.num_known, seed))}
     scores = {row: cluster_metrics(run.labels["test"], ids.cpu().numpy(), run.num_known, counts)
@@ -321,6 +336,7 @@ def finish(run, centre, dense=None):
                         "beta": np.bincount(assigned, minlength=run.K) / len(assigned),
                         "train_feature": z["train"].half().cpu().numpy(), "test_feature": z["test"].cpu().numpy()}.items():
         write_atomic(run.out / f"{name}.npy", lambda f, value=value: np.save(f, value))
+    run.seconds["evaluate"] = time.time() - start
     results = {"dataset": run.meta["dataset"], "gamma": run.meta["gamma"], "seed": seed, "method": run.method,
                "tag": run.args.tag, "encoder": run.args.encoder, "epochs": run.epochs, **scores, "num_classes": run.K,
                "seconds": run.seconds, "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,

@@ -20,6 +20,7 @@ from baselines.shared import (
     Run,
     check_positive,
     check_shares,
+    check_zero_or_more,
     dense_features,
     dense_layer,
     dev_loss,
@@ -69,6 +70,7 @@ def erase_tokens(encoder):
 
 def main(args):
     check_positive(args, "pretrain_epochs", "patience", "pretrain_lr", "pretrain_tau", "epochs", "batch_size", "view_epochs")
+    check_zero_or_more(args, "lr", "tau")
     check_shares(args, "erase_rate", "tolerance")
     run = Run(args, "usnid")
     if run.finished:
@@ -101,7 +103,8 @@ def main(args):
         dense.eval()
         encoder.eval()
         before = memory.get("pseudo_label")
-        memory["centre"], memory["pseudo_label"] = kmeans(dense_features(run, dense), run.K, args.seed, memory.get("centre"))
+        memory["centre"], memory["pseudo_label"] = kmeans(dense_features(run, dense), run.K, args.seed,
+                                                          init=memory.get("centre"))
         return before is not None and float((before != memory["pseudo_label"]).float().mean()) < args.tolerance
 
     def batch_loss(rows, memory):
@@ -113,7 +116,7 @@ def main(args):
     last = train(run, "last", {"dense": dense, "head": head, "contrast": contrast}, batch_loss, epochs=args.epochs,
           batch_size=args.batch_size, lr=args.lr or LR.get(args.dataset, 1e-5), begin_epoch=begin_epoch,
           more_steps=-(-len(run.labelled) // args.batch_size))
-    finish(run, kmeans(dense_features(run, dense), run.K, args.seed, last["centre"])[0], dense)
+    finish(run, kmeans(dense_features(run, dense), run.K, args.seed, init=last["centre"])[0], dense)
 
 
 if __name__ == "__main__":

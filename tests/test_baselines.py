@@ -136,7 +136,7 @@ def demo(tmp_path_factory):
 @pytest.mark.parametrize("name", NAMES)
 def test_each_method_beats_kmeans_on_raw_features(demo, name, capsys):
     """Each under its own protocol: GCD's centres are fitted on train (C), the others cluster the test features (T)."""
-    short = {"pretrain_epochs": 8} if name in ("deepaligned", "latentem", "usnid") else {}
+    short = {"pretrain_epochs": 8} if name in ("deepaligned", "usnid") else {}
     method(name, **demo, epochs=2, **short)
     results = json.loads((shared.Path(demo["out_dir"]) / f"demo_g10_s0_{name}/results.json").read_text())
     row = "test" if name == "gcd" else "test_kmeans"
@@ -164,7 +164,7 @@ def tiny_flags(tiny_run, tiny_encoder):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_killed_run_ends_like_one_that_was_not(tiny_flags, name, monkeypatch):
-    more = {"pretrain_epochs": 2} if name in ("deepaligned", "latentem", "usnid") else {}
+    more = {"pretrain_epochs": 2} if name in ("deepaligned", "usnid") else {}
     method(name, **tiny_flags, **more)
     whole = shared.Path(tiny_flags["out_dir"]) / f"demo_g4_s0_{name}"
     save, calls = shared.save_checkpoint, []
@@ -199,12 +199,12 @@ def test_hidden_labels_change_no_byte(tiny_flags, tiny_run):
     try:
         for name in NAMES:
             method(name, **{**tiny_flags, "epochs": 1}, tag="shuffled", **(
-                {"pretrain_epochs": 1} if name in ("deepaligned", "latentem", "usnid") else {}))
+                {"pretrain_epochs": 1} if name in ("deepaligned", "usnid") else {}))
     finally:
         truth.write_bytes(kept)
     for name in NAMES:
         method(name, **{**tiny_flags, "epochs": 1}, tag="seen", **(
-            {"pretrain_epochs": 1} if name in ("deepaligned", "latentem", "usnid") else {}))
+            {"pretrain_epochs": 1} if name in ("deepaligned", "usnid") else {}))
         first, second = (shared.Path(tiny_flags["out_dir"]) / f"demo_g4_s0_{name}_{tag}" for tag in ("shuffled", "seen"))
         assert (first / "test_pred.npy").read_bytes() == (second / "test_pred.npy").read_bytes()
 
