@@ -317,7 +317,7 @@ def evaluate(args, z, head, pseudo_label, data, labels, meta, kmeans_file):
         found = kmeans_rows(z["raw"], z["pretrained"], label, K, num_known, args.seed)
         write_atomic(kmeans_file, lambda f: np.save(f, found))
     clusters = dict(zip(("kmeans_raw", "ss_kmeans_raw", "kmeans_pretrained"), np.load(kmeans_file)), test=pred)
-    clusters["test_kmeans"] = KMeans(K, n_init=3, random_state=args.seed).fit_predict(z["final"]["test"].cpu().numpy())
+    clusters["test_kmeans"] = KMeans(K, n_init=10, random_state=args.seed).fit_predict(z["final"]["test"].cpu().numpy())
     counts, truth = np.load(data / "class_counts.npy"), np.load(data / "train_truth.npy")
     scores = {row: cluster_metrics(labels["test"], found, num_known, counts) for row, found in clusters.items()}
     unlabelled = labels["train"] < 0

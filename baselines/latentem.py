@@ -70,7 +70,11 @@ def main(args):
     known = nn.Linear(H, run.num_known).to(run.device)
     projection = nn.Sequential(nn.Linear(H, 2 * H), nn.ReLU(), nn.Dropout(0.1), nn.Linear(2 * H, H), nn.ReLU(),
                                nn.Dropout(0.1)).to(run.device)
-    if args.ce_only:
+    if not args.ce_only:  # its classifier goes on: cosine at a temperature, here as a linear layer
+        length = encoder.all_features(run.hidden["train"]).norm(dim=1).mean()
+        known.weight.data = normalize(run.pre["classifier"], dim=1).to(run.device) / (run.pre["config"]["temperature"] * length)
+        known.bias.data.zero_()
+    else:
         pretrain_on_known(run, dense, known, epochs=args.pretrain_epochs, batch_size=args.batch_size, lr=args.lr,
                           patience=args.patience)
 

@@ -323,7 +323,7 @@ def finish(run, centre, dense=None):
     found = {split: nearest(z[split], centre) for split in z}
     cosine = (normalize(z["train"], dim=1) * normalize(centre, dim=1)[found["train"]]).sum(1)
     counts, truth, seed = np.load(run.data / "class_counts.npy"), np.load(run.data / "train_truth.npy"), run.args.seed
-    clusters = {"test": found["test"], "test_kmeans": kmeans(z["test"], run.K, seed, n_init=3)[1],
+    clusters = {"test": found["test"], "test_kmeans": kmeans(z["test"], run.K, seed)[1],
                 "kmeans_raw": nearest(run.raw["test"], kmeans(run.raw["train"], run.K, seed, n_init=3)[0]),
                 "ss_kmeans_raw": nearest(run.raw["test"], pretrain.semi_supervised_kmeans(
                     run.raw["train"], run.label["train"], run.K, run.num_known, seed))}
