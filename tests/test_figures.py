@@ -68,7 +68,7 @@ def make_own(folder, clusters=6, rows=40):
     (out / "log.jsonl").write_text(json.dumps(log) + "\n")
     (out / "results.json").write_text(json.dumps({
         "dataset": "mine", "own": True, "seed": 0, "num_classes": clusters, "num_known": (clusters + 2) // 3,
-        "num_rows": rows + 1,
+        "num_rows": rows + 1, "method": "imbanid",
         "encoder": "minilm", "epochs": 1, "seconds": {"train": 6.0}, "config": {"dataset": "mine", "seed": 0}}))
     return out
 
