@@ -69,6 +69,10 @@ def read_results(path):
         raise UserError(f"{path} is damaged: run train_imbanid.py for it again with --restart") from None
 
 
+def usual_ratios(run):
+    return (run["config"]["known_ratio"], run["config"]["labeled_ratio"]) == (0.75, 0.1)
+
+
 def spread(runs, key):
     """{column: (mean, standard deviation)} of one row of results over runs; null counts as missing."""
     values = {c: np.array([run[key][c] for run in runs], dtype=float) for c in COLUMNS}
@@ -98,8 +102,7 @@ def results_table(folder="results"):
     groups = {}
     for path in sorted(Path(folder).glob("*_g*_s*.json")):
         run = read_results(path)
-        shares = run["config"]["known_ratio"], run["config"]["labeled_ratio"]
-        if run["method"] == "imbanid" and not run["tag"] and shares == (0.75, 0.1):
+        if run["method"] == "imbanid" and not run["tag"] and usual_ratios(run):
             groups.setdefault((run["dataset"], run["gamma"], run["encoder"]), []).append(run)
     columns = ("corpus", "gamma", "encoder", "seeds", "ACC", "NMI", "ARI", "known", "novel", "semi-sup. k-means, ACC",
                "k-means, ACC", "paper ACC / NMI / ARI (BERT)")
@@ -125,7 +128,7 @@ def ablation_table(folder="results"):
     runs = {}
     for path in sorted(Path(folder).glob("*_g10_s*.json")):
         run = read_results(path)
-        if run["method"] == "imbanid" and (run["config"]["known_ratio"], run["config"]["labeled_ratio"]) == (0.75, 0.1):
+        if run["method"] == "imbanid" and usual_ratios(run):
             runs[run["dataset"], run["tag"], run["seed"]] = run["test"]
     corpora = [dataset for dataset in CORPORA if any(key[0] == dataset and key[1] for key in runs)]
     if not corpora:
@@ -165,8 +168,7 @@ def methods_table(folder="results"):
     found = {}
     for path in sorted(Path(folder).glob("*_g*_s*.json")):
         run = read_results(path)
-        shares = run["config"]["known_ratio"], run["config"]["labeled_ratio"]
-        if (not run["tag"] or run["method"] == "kmeans") and shares == (0.75, 0.1):
+        if (not run["tag"] or run["method"] == "kmeans") and usual_ratios(run):
             cell = found.setdefault((run["dataset"], run["gamma"], run["encoder"]), {})
             cell.setdefault(method_title(run), {})[run["seed"]] = run
     rows = []

@@ -133,6 +133,29 @@ def run_script(main, Args=None):
     sys.exit(2)
 
 
+def check_positive(args, *flags):
+    for flag in flags:
+        if not 0 < getattr(args, flag) < math.inf:
+            raise UserError(f"--{flag} {getattr(args, flag)} must be a number above 0")
+
+
+def check_zero_or_more(args, *flags):
+    for flag in flags:
+        if not 0 <= getattr(args, flag) < math.inf:
+            raise UserError(f"--{flag} {getattr(args, flag)} must be 0 or more")
+
+
+def check_shares(args, *flags):
+    for flag in flags:
+        if not 0 <= getattr(args, flag) <= 1:
+            raise UserError(f"--{flag} {getattr(args, flag)} must be between 0 and 1")
+
+
+def check_tag(args):
+    if "/" in args.tag:
+        raise UserError(f"--tag {args.tag}: it becomes part of a folder's name and must not hold a /")
+
+
 def write_atomic(path, content):
     """Write a file so that it is either the old one or the whole new one. content: str, bytes or write(binary_file)."""
     path = Path(path)

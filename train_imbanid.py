@@ -36,7 +36,16 @@ from tqdm import tqdm
 
 from encoder import Encoder, pick_dtype
 from losses import class_wise_loss, contrastive_objective, instance_wise_loss, select_clean
-from make_lt_data import UserError, open_run, run_script, write_atomic
+from make_lt_data import (
+    UserError,
+    check_positive,
+    check_shares,
+    check_tag,
+    check_zero_or_more,
+    open_run,
+    run_script,
+    write_atomic,
+)
 from metrics import cluster_metrics
 from pretrain import (
     appendix_e,
@@ -253,6 +262,20 @@ def save_results(out, results):
     write_atomic(out / "results.json", json.dumps(clean, indent=1) + "\n")
 
 
+def read_finished(out, config, restart):
+    """results.json of an earlier run with these settings, after saying so; None where there is none."""
+    path = out / "results.json"
+    try:
+        results = json.loads(path.read_text()) if path.exists() else None
+    except ValueError:
+        raise UserError(f"{path} is damaged: delete it and run the same command again") from None
+    if not results or not same_config(results["config"], config, path, restart):
+        return None
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{path} is there already, made with the same settings: skipped")
+    return results
+
+
 def print_results(results, out):
     if "own" in results:
         print(f"\n{results['dataset']}: {results['num_rows']} rows, {results['num_known']} known classes and "
@@ -328,20 +351,13 @@ def evaluate(args, z, head, pseudo_label, data, labels, meta, kmeans_file):
 def check_flags(args):
     if args.pseudo_label not in ("rot", "cot", "eot", "mot", "kmeans"):
         raise UserError(f"--pseudo_label {args.pseudo_label} is unknown: choose rot, cot, eot, mot or kmeans")
-    for flag in ("batch_size", "epochs", "max_steps", "view_epochs", "tau", "temperature", "lambda1", "lr", "head_lr", "kappa",
-                 "cache_gb"):
-        if not 0 < getattr(args, flag) < math.inf:
-            raise UserError(f"--{flag} {getattr(args, flag)} must be a number above 0")
-    for flag in ("lambda2", "label_weight", "swaps", "max_classes", "min_cluster"):
-        if not 0 <= getattr(args, flag) < math.inf:
-            raise UserError(f"--{flag} {getattr(args, flag)} must be 0 or more")
-    for flag in ("omega", "rho", "tau_g", "replace_rate"):
-        if not 0 <= getattr(args, flag) <= 1:
-            raise UserError(f"--{flag} {getattr(args, flag)} must be between 0 and 1")
+    check_positive(args, "batch_size", "epochs", "max_steps", "view_epochs", "tau", "temperature", "lambda1", "lr", "head_lr",
+                   "kappa", "cache_gb")
+    check_zero_or_more(args, "lambda2", "label_weight", "swaps", "max_classes", "min_cluster")
+    check_shares(args, "omega", "rho", "tau_g", "replace_rate")
     if not 0 < args.mu < 1:
         raise UserError(f"--mu {args.mu} must be between 0 and 1")
-    if "/" in args.tag:
-        raise UserError(f"--tag {args.tag}: it becomes part of a folder's name and must not hold a /")
+    check_tag(args)
 
 
 def main(args):
@@ -357,16 +373,11 @@ def main(args):
     config = {k: v for k, v in asdict(args).items()
               if k not in ("data_dir", "out_dir", "cache_gb", "restart", "device", "dtype", "tag")}
     config |= {"dataset": meta["dataset"], "pretrain": pre["config"]}
-    if (out / "results.json").exists():
-        try:
-            results = json.loads((out / "results.json").read_text())
-        except ValueError:
-            raise UserError(f"{out}/results.json is damaged: delete it and run the same command again") from None
-        if same_config(results["config"], config, out / "results.json", args.restart):
-            if os.environ.get("RANK", "0") == "0":
-                print(f"{out}/results.json is there already, made with the same settings: skipped")
-                print_results(results, out)
-            return
+    results = read_finished(out, config, args.restart)
+    if results:
+        if os.environ.get("RANK", "0") == "0":
+            print_results(results, out)
+        return
     rank, world, device = start_processes(args.device)
     try:
         train(args, texts, labels, meta, pre, config, data, base, out, rank, world, device)

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.nn.functional import normalize
 
-from baselines.shared import Flags, Run, check_positive, check_shares, check_zero_or_more, finish, kmeans, train
-from make_lt_data import run_script
+from baselines.shared import Flags, Run, finish, kmeans, train
+from make_lt_data import check_positive, check_shares, check_zero_or_more, run_script
 
 NEIGHBOURS = {"clinc": 100, "banking": 50, "stackoverflow": 500}  # k per corpus; the rule of Sec. 4.4, else: half a class
 LR = {"stackoverflow": 1e-6}  # else 1e-5

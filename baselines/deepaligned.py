@@ -14,19 +14,8 @@ from sklearn.metrics import silhouette_score
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from baselines.shared import (
-    Flags,
-    Run,
-    align,
-    check_positive,
-    dense_features,
-    dense_layer,
-    finish,
-    kmeans,
-    pretrain_on_known,
-    train,
-)
-from make_lt_data import run_script
+from baselines.shared import Flags, Run, align, dense_features, dense_layer, finish, kmeans, pretrain_on_known, train
+from make_lt_data import check_positive, run_script
 
 
 @dataclass

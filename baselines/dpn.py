@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 
-from baselines.shared import Flags, Run, align, check_positive, check_shares, check_zero_or_more, finish, kmeans, train
-from make_lt_data import run_script
+from baselines.shared import Flags, Run, align, finish, kmeans, train
+from make_lt_data import check_positive, check_shares, check_zero_or_more, run_script
 
 EPOCHS = {"clinc": 80, "banking": 60, "stackoverflow": 10}
 GAMMA = {"stackoverflow": 90.0}  # else 10
@@ -62,7 +62,7 @@ def main(args):
         z = encoder.features(run.hidden["train"], rows)
         all_rows = prototype_loss(z, memory["cluster"], args.tau, "euclidean").mean()
         known = (prototype_loss(z, memory["known"], args.tau, "cosine") * memory["is_known"][rows]).mean()
-        drawn = run.labelled[torch.randint(len(run.labelled), (min(args.batch_size, len(run.labelled)),))]
+        drawn = run.draw_labelled(args.batch_size)
         ce = cross_entropy(head(encoder.features(run.hidden["train"], drawn)), label[drawn])
         return all_rows + weight * known + ce
 

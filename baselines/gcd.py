@@ -10,13 +10,12 @@ the settings for text are those of TEXTOIR's configs/GCD.py (github.com/thuiar/T
 from dataclasses import dataclass
 
 import torch
-from sklearn.cluster import KMeans
 from torch import nn
 from torch.nn.functional import normalize
 
-from baselines.shared import Flags, Run, check_positive, check_shares, finish, supervised_contrast, train
+from baselines.shared import Flags, Run, finish, kmeans, supervised_contrast, train
 from losses import instance_wise_loss
-from make_lt_data import run_script
+from make_lt_data import check_positive, check_shares, run_script
 from metrics import cluster_metrics
 from pretrain import semi_supervised_kmeans
 
@@ -58,7 +57,7 @@ def main(args):
         return (1 - args.sup_weight) * instance_wise_loss(z, args.tau).mean() + args.sup_weight * supervised
 
     def judge(memory):
-        found = KMeans(run.num_known, n_init=10, random_state=args.seed).fit_predict(run.unit_features("dev").cpu().numpy())
+        found = kmeans(run.unit_features("dev"), run.num_known, args.seed)[1].cpu().numpy()
         return -cluster_metrics(run.labels["dev"], found, run.num_known, torch.ones(run.num_known).numpy())["ACC"]
 
     train(run, "last", {"head": head}, batch_loss, epochs=args.epochs, batch_size=args.batch_size, lr=args.lr,

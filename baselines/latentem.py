@@ -14,19 +14,8 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 
-from baselines.shared import (
-    Flags,
-    Run,
-    check_positive,
-    check_shares,
-    dense_features,
-    dense_layer,
-    finish,
-    kmeans,
-    pretrain_on_known,
-    train,
-)
-from make_lt_data import run_script
+from baselines.shared import Flags, Run, dense_features, dense_layer, finish, kmeans, pretrain_on_known, train
+from make_lt_data import check_positive, check_shares, run_script
 
 
 @dataclass

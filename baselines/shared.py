@@ -32,10 +32,10 @@ from tqdm import tqdm
 import pretrain
 from encoder import Encoder, pick_dtype
 from losses import class_wise_loss, contrastive_objective, instance_wise_loss
-from make_lt_data import CORPORA, UserError, open_run, write_atomic
+from make_lt_data import CORPORA, UserError, check_tag, open_run, write_atomic
 from metrics import cluster_metrics
 from pretrain import load_checkpoint, load_trained, same_config, save_checkpoint, seed_epoch, trained_state
-from train_imbanid import commit, save_results, versions
+from train_imbanid import commit, read_finished, save_results, versions
 
 
 @dataclass
@@ -63,8 +63,7 @@ class Run:
         """pretrained: start from out/<run>/pretrain.pt instead of the encoder as it comes. Raises UserError."""
         if args.dataset not in CORPORA:
             raise UserError(f"--dataset {args.dataset}: the compared methods run on {', '.join(CORPORA)} only")
-        if "/" in args.tag:
-            raise UserError(f"--tag {args.tag}: it becomes part of a folder's name and must not hold a /")
+        check_tag(args)
         self.args, self.method, self.views, self.log, self.epochs = args, method, {}, [], {}
         name, self.data, texts, self.labels, _, self.meta = open_run(args)
         self.K, self.num_known = self.meta["num_classes"], self.meta["num_known"]
@@ -78,9 +77,12 @@ class Run:
                        if k not in ("data_dir", "out_dir", "cache_gb", "restart", "device", "dtype", "tag")}
         self.config |= {"method": method, "pretrain": self.pre["config"] if pretrained else None,
                         "data": pretrain.data_fingerprint(self.data)}
-        self.finished = self.read_finished()
+        results = read_finished(self.out, self.config, args.restart)
+        self.finished = results is not None
         if self.finished:
+            print_results(results, self.out)
             return
+        (self.out / "results.json").unlink(missing_ok=True)  # what --restart replaces
         start = time.time()
         self.device = pretrain.pick_device(args.device)
         self.encoder = Encoder(args.encoder, args.max_length, self.device, pick_dtype(args.dtype, self.device), True,
@@ -96,19 +98,9 @@ class Run:
             self.epochs["pretrain"] = len(self.pre["log"])
         self.seconds["features"] = time.time() - start
 
-    def read_finished(self):
-        """True if results.json is there, made with these settings."""
-        path = self.out / "results.json"
-        try:
-            results = json.loads(path.read_text()) if path.exists() else None
-        except ValueError:
-            raise UserError(f"{path} is damaged: delete it and run the same command again") from None
-        if results and same_config(results["config"], self.config, path, self.args.restart):
-            print(f"{path} is there already, made with the same settings: skipped")
-            print_results(results, self.out)
-            return True
-        path.unlink(missing_ok=True)  # what --restart replaces
-        return False
+    def draw_labelled(self, most):
+        """int64: at most `most` labelled training rows, drawn with replacement."""
+        return self.labelled[torch.randint(len(self.labelled), (min(most, len(self.labelled)),))]
 
     def unit_features(self, split):
         """(n, H) unit features of a split, without gradients and without dropout."""
@@ -137,24 +129,6 @@ def pre_trained(args, path, data):
     if pre["config"]["encoder"] != args.encoder:
         raise UserError(f"{path} was made with --encoder {pre['config']['encoder']}: pass that, or another --out_dir")
     return pre
-
-
-def check_positive(args, *flags):
-    for flag in flags:
-        if not 0 < getattr(args, flag) < math.inf:
-            raise UserError(f"--{flag} {getattr(args, flag)} must be a number above 0")
-
-
-def check_zero_or_more(args, *flags):
-    for flag in flags:
-        if not 0 <= getattr(args, flag) < math.inf:
-            raise UserError(f"--{flag} {getattr(args, flag)} must be 0 or more")
-
-
-def check_shares(args, *flags):
-    for flag in flags:
-        if not 0 <= getattr(args, flag) <= 1:
-            raise UserError(f"--{flag} {getattr(args, flag)} must be between 0 and 1")
 
 
 # ---- pieces that more than one method has ----

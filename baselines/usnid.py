@@ -15,22 +15,9 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, normalize, pad
 
-from baselines.shared import (
-    Flags,
-    Run,
-    check_positive,
-    check_shares,
-    check_zero_or_more,
-    dense_features,
-    dense_layer,
-    dev_loss,
-    finish,
-    kmeans,
-    supervised_contrast,
-    train,
-)
+from baselines.shared import Flags, Run, dense_features, dense_layer, dev_loss, finish, kmeans, supervised_contrast, train
 from encoder import Packed
-from make_lt_data import run_script
+from make_lt_data import check_positive, check_shares, check_zero_or_more, run_script
 
 TAU = {"clinc": 0.1}  # else 0.05
 LR = {"stackoverflow": 2e-5}  # else 1e-5
@@ -86,7 +73,7 @@ def main(args):
         return z, normalize(layer(z), dim=2)
 
     def pretrain_loss(rows, memory):
-        drawn = run.labelled[torch.randint(len(run.labelled), (min(args.batch_size, len(run.labelled)),))]
+        drawn = run.draw_labelled(args.batch_size)
         both = torch.cat([drawn, rows])
         z, p = two_views(both, known_contrast, run.hidden["train"], run.hidden["train"])
         return cross_entropy(known(z[:len(drawn), 0]), label[drawn]) + supervised_contrast(p, label[both], args.pretrain_tau)
