@@ -128,7 +128,7 @@ def ablation_table(folder="results"):
     runs = {}
     for path in sorted(Path(folder).glob("*_g10_s*.json")):
         run = read_results(path)
-        if run["method"] == "imbanid" and usual_ratios(run):
+        if run["method"] == "imbanid" and run["tag"] in ABLATIONS and usual_ratios(run):
             runs[run["dataset"], run["tag"], run["seed"]] = run["test"]
     corpora = [dataset for dataset in CORPORA if any(key[0] == dataset and key[1] for key in runs)]
     if not corpora:
@@ -194,6 +194,27 @@ def methods_table(folder="results"):
     columns = ("corpus", "gamma", "method", "seeds", "ACC (C)", "NMI (C)", "ARI (C)", "known (C)", "novel (C)", "ACC (T)",
                "epochs", "seconds")
     return markdown(columns, rows) if rows else ""
+
+
+def settings_table(folder="results"):
+    """README's table of runs that differ in one setting, on the seeds that all its values have; empty without such runs.
+
+    K shows how many classes a run had: the true number, or for each seed the estimated one.
+    """
+    runs = [read_results(path) for path in sorted(Path(folder).glob("*_g*_s*.json"))]
+    runs = [run for run in runs if run["method"] == "imbanid"]
+    rows = []
+    for key in ("known_ratio", "omega", "lambda2", "num_classes"):
+        for title, by_value in varied(runs, key):
+            seeds = sorted(set.intersection(*({run["seed"] for run in found} for found in by_value.values())))
+            for value, found in by_value.items() if seeds else ():
+                found = [next(run for run in found if run["seed"] == seed) for seed in seeds]
+                K = sorted({run["num_classes"] for run in found})
+                rows.append([key, title, value if key != "num_classes" else value or "true",
+                             " ".join(map(str, K if len(K) == 1 else [run["num_classes"] for run in found])),
+                             " ".join(map(str, seeds)),
+                             *(f"{mean:.2f}" for mean, _ in (spread(found, "test")[c] for c in COLUMNS[:5]))])
+    return markdown(("setting", "corpus", "value", "K", "seeds", *COLUMNS[:5]), rows) if rows else ""
 
 
 def transport_tables(folder="results"):
@@ -511,7 +532,7 @@ def main(words):
         for path in paths:
             write_atomic(Path("results") / f"{Path(path).name}.json", json.dumps(read_results(path), indent=1) + "\n")
     elif command == "table":
-        tables = results_table(), ablation_table(), methods_table(), transport_tables(), speed_table()
+        tables = results_table(), ablation_table(), settings_table(), methods_table(), transport_tables(), speed_table()
         print(*filter(None, tables), sep="\n\n")
     else:
         draw(words)

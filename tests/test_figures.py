@@ -205,6 +205,16 @@ def test_curves_and_bars_show_mean_and_deviation(tmp_path):
     np.testing.assert_allclose(ends, [[55 - 50 ** 0.5, 55 + 50 ** 0.5], [80 - 200 ** 0.5, 80 + 200 ** 0.5]])
 
 
+def test_a_setting_is_tabled_on_the_seeds_that_all_its_values_have(tmp_path):
+    outs = [make_run(tmp_path, seed, f"o{omega}", omega=omega) for omega, seed in ((0.1, 0), (0.1, 1), (0.5, 1), (0.5, 2))]
+    for out, acc in zip(outs, (50, 60, 70, 90)):
+        results = figures.read_results(out)
+        results["test"]["ACC"] = acc
+        figures.write_atomic(tmp_path / f"{out.name}.json", json.dumps(results))
+    found = [line.split(" | ")[:6] for line in figures.settings_table(tmp_path).splitlines()[2:]]
+    assert found == [["| omega", "demo-LT, gamma 4", value, "6", "1", acc] for value, acc in (("0.1", "60.00"), ("0.5", "70.00"))]
+
+
 def test_confusion_counts_the_matched_classes(tmp_path):
     out = make_run(tmp_path)
     label = np.load(tmp_path / "data/demo_g4_s0/test_label.npy")

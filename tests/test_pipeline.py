@@ -8,7 +8,7 @@ import sys
 import pytest
 from conftest import REPO, script
 
-from figures import ablation_table, methods_table, results_table, speed_table, transport_tables
+from figures import ablation_table, methods_table, results_table, settings_table, speed_table, transport_tables
 
 
 def run_all(*words, **env):
@@ -58,7 +58,7 @@ def test_mean_and_keep(real_minilm_run, tmp_path):
     assert script("figures.py", "draw", ok=False).returncode == 2
 
 
-@pytest.mark.parametrize("build", [results_table, ablation_table, methods_table, transport_tables, speed_table])
+@pytest.mark.parametrize("build", [results_table, ablation_table, settings_table, methods_table, transport_tables, speed_table])
 def test_readme_tables_are_the_ones_built_from_results(build):
     readme = (REPO / "README.md").read_text()
     for table in build(REPO / "results").split("\n\n"):
