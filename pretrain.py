@@ -25,7 +25,7 @@ from torch.nn.functional import cross_entropy, normalize, softplus
 from tqdm import tqdm
 
 from encoder import Encoder, pick_dtype
-from make_lt_data import UserError, open_run, run_script, write_atomic
+from make_lt_data import UserError, check_positive, open_run, run_script, write_atomic
 
 SEARCHED = 20_000  # unlabelled rows that the first centres and the number of classes are searched on
 
@@ -89,6 +89,22 @@ def load_checkpoint(path):
 
 def save_checkpoint(path, **state):
     write_atomic(path, lambda f: torch.save(state, f))
+
+
+def open_pretrained(path, data):
+    """The checkpoint that pretrain.py left at path, made from what the folder data holds now. Raises UserError."""
+    pre = load_checkpoint(path)
+    if pre is None:
+        raise UserError(f"{path} is missing: run pretrain.py with the same --dataset, --gamma and --seed first")
+    if pre["config"]["data"] != data_fingerprint(data):
+        raise UserError(f"{path} was trained on other data than {data} holds now: run pretrain.py --restart")
+    return pre
+
+
+def settings(args):
+    """The flags that say what a run computes, by which a later call knows it again; where and how fast it runs is left out."""
+    return {k: v for k, v in asdict(args).items()
+            if k not in ("data_dir", "out_dir", "cache_gb", "restart", "device", "dtype", "tag")}
 
 
 def same_config(found, config, path, restart):
@@ -402,15 +418,11 @@ def main(args):
     out = Path(args.out_dir) / run
     if args.select not in ("loss", "accuracy"):
         raise UserError(f"--select {args.select} is unknown: choose loss or accuracy")
-    for flag in ("epochs", "patience", "lr", "head_lr", "batch_size", "labeled_batch_size", "temperature", "mask_epochs",
-                 "max_length", "max_steps", "cache_gb"):
-        if not getattr(args, flag) > 0:
-            raise UserError(f"--{flag} {getattr(args, flag)} must be above 0")
+    check_positive(args, "epochs", "patience", "lr", "head_lr", "batch_size", "labeled_batch_size", "temperature",
+                   "mask_epochs", "max_length", "max_steps", "cache_gb")
     device = pick_device(args.device)
     dtype = pick_dtype(args.dtype, device)
-    config = {k: v for k, v in asdict(args).items()
-              if k not in ("data_dir", "out_dir", "cache_gb", "restart", "device", "dtype")}
-    config |= {"dataset": meta["dataset"], "data": data_fingerprint(data), "dtype": str(dtype).split(".")[1]}
+    config = settings(args) | {"dataset": meta["dataset"], "data": data_fingerprint(data), "dtype": str(dtype).split(".")[1]}
     done, part = out / "pretrain.pt", out / "pretrain_part.pt"
     found = load_checkpoint(done)
     if found and same_config(found["config"], config, done, args.restart):

@@ -21,7 +21,7 @@ import resource
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -49,16 +49,17 @@ from make_lt_data import (
 from metrics import cluster_metrics
 from pretrain import (
     appendix_e,
-    data_fingerprint,
     estimate_num_classes,
     kmeans_rows,
     load_checkpoint,
     load_trained,
+    open_pretrained,
     pick_device,
     same_config,
     save_checkpoint,
     seed_centres,
     seed_epoch,
+    settings,
     trained_state,
 )
 from rot import RotResult, moving_average_marginal, relaxed_ot
@@ -257,7 +258,12 @@ def commit():
     return said.stdout.strip()
 
 
-def save_results(out, results):
+def save_run(out, arrays, results):
+    """Write a finished run: {name: array} as <name>.npy, then results.json, which says that it is finished."""
+    for name, value in arrays.items():
+        write_atomic(out / f"{name}.npy", lambda f, value=value: np.save(f, value))
+    results |= {"peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, "commit": commit(),
+                "versions": versions()}
     clean = json.loads(json.dumps(results), parse_constant=lambda name: None)  # a group without rows: null, not NaN
     write_atomic(out / "results.json", json.dumps(clean, indent=1) + "\n")
 
@@ -365,14 +371,8 @@ def main(args):
     run, data, texts, labels, _, meta = open_run(args)
     base = Path(args.out_dir) / run
     out = base.with_name(f"{run}_{args.tag}") if args.tag else base
-    pre = load_checkpoint(base / "pretrain.pt")
-    if pre is None:
-        raise UserError(f"{base}/pretrain.pt is missing: run pretrain.py for {run} first")
-    if pre["config"]["data"] != data_fingerprint(data):
-        raise UserError(f"{base}/pretrain.pt was trained on other data than {data} holds now: run pretrain.py --restart")
-    config = {k: v for k, v in asdict(args).items()
-              if k not in ("data_dir", "out_dir", "cache_gb", "restart", "device", "dtype", "tag")}
-    config |= {"dataset": meta["dataset"], "pretrain": pre["config"]}
+    pre = open_pretrained(base / "pretrain.pt", data)
+    config = settings(args) | {"dataset": meta["dataset"], "pretrain": pre["config"]}
     results = read_finished(out, config, args.restart)
     if results:
         if os.environ.get("RANK", "0") == "0":
@@ -445,13 +445,10 @@ def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, 
                                                base / f"kmeans_{K}.npy")
         arrays["test_feature"] = z["final"]["test"].cpu().numpy()
     lap("evaluate")
-    for name, value in arrays.items():
-        write_atomic(out / f"{name}.npy", lambda f, value=value: np.save(f, value))
     results = {"dataset": meta["dataset"], "gamma": meta.get("gamma"), "seed": args.seed, "method": "imbanid", "tag": args.tag,
                "encoder": pre["config"]["encoder"], "epochs": epoch, **scores, "num_classes": K, "processes": world,
-               "seconds": seconds, "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-               "config": config, "commit": commit(), "versions": versions()}
-    save_results(out, results)
+               "seconds": seconds, "config": config}
+    save_run(out, arrays, results)
     print_results(results, out)
 
 

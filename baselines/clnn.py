@@ -78,7 +78,7 @@ def main(args):
         return neighbour_loss(normalize(head(z), dim=2), member[:, rows] | same, args.tau)
 
     train(run, "last", {"head": head}, batch_loss, epochs=args.epochs, batch_size=args.batch_size,
-          lr=args.lr or LR.get(args.dataset, 1e-5), begin_epoch=begin_epoch)
+          lr=args.lr or LR.get(args.dataset, 1e-5), begin_epoch=begin_epoch, bias_correction=True)
     finish(run, kmeans(run.unit_features("train"), run.K, args.seed)[0])
 
 

@@ -41,7 +41,7 @@ def main(args):
     def cluster(memory):
         """Aligned pseudo-labels of the features as they are, and minus their silhouette."""
         z = dense_features(run, dense)
-        centre, found = kmeans(z, run.K, args.seed)
+        centre, found = kmeans(z, run.K, args.seed + memory.get("epoch", 0))
         order = align(memory["centre"], centre) if "centre" in memory else torch.arange(run.K, device=z.device)
         memory |= {"centre": centre[order], "pseudo_label": torch.argsort(order)[found]}
         return -float(silhouette_score(z.cpu().numpy(), found.cpu().numpy()))

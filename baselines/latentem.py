@@ -69,7 +69,7 @@ def main(args):
 
     def begin_epoch(memory, step):
         z = dense_features(run, dense)
-        memory["cluster"] = kmeans(z, run.K, args.seed)[1]
+        memory["cluster"] = kmeans(z, run.K, args.seed + memory["epoch"])[1]
         memory["label"] = pass_labels_on(z, run.label["train"], memory["cluster"])
 
     def batch_loss(rows, memory):

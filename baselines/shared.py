@@ -15,7 +15,6 @@ features is reported beside it (protocol T).
 """
 import json
 import math
-import resource
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -35,7 +34,7 @@ from losses import class_wise_loss, contrastive_objective, instance_wise_loss
 from make_lt_data import CORPORA, UserError, check_tag, open_run, write_atomic
 from metrics import cluster_metrics
 from pretrain import load_checkpoint, load_trained, same_config, save_checkpoint, seed_epoch, trained_state
-from train_imbanid import commit, read_finished, save_results, versions
+from train_imbanid import read_finished, save_run
 
 
 @dataclass
@@ -73,10 +72,8 @@ class Run:
         self.out = base.with_name("_".join(filter(None, (name, method, args.tag))))
         self.pre = pre_trained(args, base / "pretrain.pt", self.data) if pretrained else None
         self.seconds = {"pretrain": self.pre["seconds"]} if pretrained else {}
-        self.config = {k: v for k, v in asdict(args).items()
-                       if k not in ("data_dir", "out_dir", "cache_gb", "restart", "device", "dtype", "tag")}
-        self.config |= {"method": method, "pretrain": self.pre["config"] if pretrained else None,
-                        "data": pretrain.data_fingerprint(self.data)}
+        self.config = pretrain.settings(args) | {"method": method, "pretrain": self.pre["config"] if pretrained else None,
+                                                 "data": pretrain.data_fingerprint(self.data)}
         results = read_finished(self.out, self.config, args.restart)
         self.finished = results is not None
         if self.finished:
@@ -123,9 +120,7 @@ def pre_trained(args, path, data):
     if not path.exists():
         pretrain.main(pretrain.Args(**{k: v for k, v in asdict(args).items() if k in Flags.__dataclass_fields__
                                        and k in pretrain.Args.__dataclass_fields__}))
-    pre = load_checkpoint(path)
-    if pre["config"]["data"] != pretrain.data_fingerprint(data):
-        raise UserError(f"{path} was trained on other data than {data} holds now: run pretrain.py --restart")
+    pre = pretrain.open_pretrained(path, data)
     if pre["config"]["encoder"] != args.encoder:
         raise UserError(f"{path} was made with --encoder {pre['config']['encoder']}: pass that, or another --out_dir")
     return pre
@@ -194,13 +189,14 @@ def align(reference, centre):
 # ---- the training loop ----
 
 def train(run, stage, heads, batch_loss, *, epochs, batch_size, lr, warmup=0.1, rows=None, begin_epoch=None, judge=None,
-          patience=None, judge_start=False, more_steps=0):
+          patience=None, judge_start=False, more_steps=0, bias_correction=False):
     """Train the last layer and heads for one stage of a method, in out/<run>_<method>/<stage>.pt; resumes a killed stage.
 
     heads: {name: nn.Module}. rows: int64, the training rows of an epoch (all of them). An epoch is begin_epoch(memory, step),
     which may train on more_steps other losses, step(loss), and returns True when the method has converged, then
     batch_loss(rows, memory) for shuffled batches. memory is a dict of tensors and numbers that the checkpoint holds, with
-    the number of the "epoch", from 1 on. AdamW, linear warm-up over `warmup` of the steps and linear decay. With
+    the number of the "epoch", from 1 on. AdamW, linear warm-up over `warmup` of the steps and linear decay; without
+    bias_correction, as BertAdam and AdamW(correct_bias=False), of which the first hundreds of steps are longer. With
     judge(memory), the epoch with the least value is what is kept (judge_start: or the state before the first), and `patience`
     epochs without a better one end the stage; else the last one is. Returns memory of the epoch that is kept.
     """
@@ -210,8 +206,12 @@ def train(run, stage, heads, batch_loss, *, epochs, batch_size, lr, warmup=0.1, 
     parameters = [p for p in modules.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.01)
     total = (math.ceil(len(rows) / batch_size) + more_steps) * epochs
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / max(1, warmup * total), (total - step) / max(1, total - warmup * total)))
+
+    def share_of_lr(step):
+        share = min((step + 1) / max(1, warmup * total), (total - step) / max(1, total - warmup * total))
+        return share if bias_correction else share * (1 - 0.9 ** (step + 1)) / (1 - 0.999 ** (step + 1)) ** 0.5
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_lr)
 
     def step(loss):
         if not torch.isfinite(loss):
@@ -306,14 +306,12 @@ def finish(run, centre, dense=None):
     unlabelled = run.labels["train"] < 0
     assigned = found["train"].cpu().numpy()
     scores["train_unlabelled"] = cluster_metrics(truth[unlabelled], assigned[unlabelled], run.num_known, counts)
-    for name, value in {"pseudo_label": assigned, "confidence": cosine.cpu().numpy(), "test_pred": found["test"].cpu().numpy(),
-                        "beta": np.bincount(assigned, minlength=run.K) / len(assigned),
-                        "train_feature": z["train"].half().cpu().numpy(), "test_feature": z["test"].cpu().numpy()}.items():
-        write_atomic(run.out / f"{name}.npy", lambda f, value=value: np.save(f, value))
+    arrays = {"pseudo_label": assigned, "confidence": cosine.cpu().numpy(), "test_pred": found["test"].cpu().numpy(),
+              "beta": np.bincount(assigned, minlength=run.K) / len(assigned),
+              "train_feature": z["train"].half().cpu().numpy(), "test_feature": z["test"].cpu().numpy()}
     run.seconds["evaluate"] = time.time() - start
     results = {"dataset": run.meta["dataset"], "gamma": run.meta["gamma"], "seed": seed, "method": run.method,
                "tag": run.args.tag, "encoder": run.args.encoder, "epochs": run.epochs, **scores, "num_classes": run.K,
-               "seconds": run.seconds, "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-               "config": run.config, "commit": commit(), "versions": versions()}
-    save_results(run.out, results)
+               "seconds": run.seconds, "config": run.config}
+    save_run(run.out, arrays, results)
     print_results(results, run.out)
