@@ -26,7 +26,6 @@ class Args(Flags):
     epochs: int = 0  # 0: 80 on CLINC, 60 on BANKING, 10 on StackOverflow
     batch_size: int = 256  # rows, and as many labelled ones beside them
     lr: float = 1e-5  # AdamW
-    schedule_epochs: int = 200  # of the learning rate, whatever `epochs` is: it rises for a tenth of them, then falls to 0
     tau: float = 0.07  # sharpness of a row's weights on the prototypes
     known_weight: float = 0.0  # gamma of the paper: weight of (b); 0: 10, on StackOverflow 90
     ema: float = 0.9  # share of the old prototype in the moving average
@@ -39,7 +38,7 @@ def prototype_loss(z, prototype, tau, distance):
 
 
 def main(args):
-    check_positive(args, "batch_size", "lr", "schedule_epochs", "tau")
+    check_positive(args, "batch_size", "lr", "tau")
     check_zero_or_more(args, "epochs", "known_weight")
     check_shares(args, "ema")
     run = Run(args, "dpn", pretrained=True)
@@ -68,7 +67,7 @@ def main(args):
         return all_rows + weight * known + ce
 
     train(run, "last", {"head": head}, batch_loss, epochs=args.epochs or EPOCHS.get(args.dataset, 80),
-          batch_size=args.batch_size, lr=args.lr, begin_epoch=begin_epoch, schedule_epochs=args.schedule_epochs)
+          batch_size=args.batch_size, lr=args.lr, begin_epoch=begin_epoch, bias_correction=True)
     finish(run, kmeans(run.unit_features("train"), run.K, args.seed)[0])
 
 

@@ -189,25 +189,23 @@ def align(reference, centre):
 # ---- the training loop ----
 
 def train(run, stage, heads, batch_loss, *, epochs, batch_size, lr, warmup=0.1, rows=None, begin_epoch=None, judge=None,
-          patience=None, judge_start=False, more_steps=0, bias_correction=False,
-          schedule_epochs=None):
+          patience=None, judge_start=False, more_steps=0, bias_correction=False):
     """Train the last layer and heads for one stage of a method, in out/<run>_<method>/<stage>.pt; resumes a killed stage.
 
     heads: {name: nn.Module}. rows: int64, the training rows of an epoch (all of them). An epoch is begin_epoch(memory, step),
     which may train on more_steps other losses, step(loss), and returns True when the method has converged, then
     batch_loss(rows, memory) for shuffled batches. memory is a dict of tensors and numbers that the checkpoint holds, with
-    the number of the "epoch", from 1 on. AdamW, linear warm-up over `warmup` of the steps and linear decay, which may be meant
-    for other than the epochs that are run (schedule_epochs). Without bias_correction it takes the steps of BertAdam and of
-    AdamW(correct_bias=False), longer in the first hundreds. With judge(memory), the epoch with the least value is what is
-    kept (judge_start: or the state before the first), and `patience` epochs without a better one end the stage; else the
-    last one is. Returns memory of the epoch that is kept.
+    the number of the "epoch", from 1 on. AdamW, linear warm-up over `warmup` of the steps and linear decay; without
+    bias_correction it takes the steps of BertAdam and of AdamW(correct_bias=False), longer in the first hundreds. With
+    judge(memory), the epoch with the least value is what is kept (judge_start: or the state before the first), and `patience`
+    epochs without a better one end the stage; else the last one is. Returns memory of the epoch that is kept.
     """
     args, path = run.args, run.out / f"{stage}.pt"
     rows = torch.arange(len(run.label["train"]), device=run.device) if rows is None else rows
     modules = nn.ModuleDict({"last_layer": run.encoder.last_layer, **heads}).to(run.device)
     parameters = [p for p in modules.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.01)
-    total = (math.ceil(len(rows) / batch_size) + more_steps) * (schedule_epochs or epochs)
+    total = (math.ceil(len(rows) / batch_size) + more_steps) * epochs
 
     def share_of_lr(step):
         share = min((step + 1) / max(1, warmup * total), (total - step) / max(1, total - warmup * total))
