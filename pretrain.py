@@ -183,13 +183,15 @@ def mixture_score(x, total, log_share, kappa):
     return (x @ (kappa * normalize(total, dim=1)).to(x.dtype).T).float().add_(log_share)
 
 
-def mixture_step(x, held, label, total, log_share, kappa, label_weight):
+def mixture_step(x, held, label, total, log_share, kappa, label_weight, size=None):
     """One EM step of a von Mises-Fisher mixture of one concentration, labelled rows `held` in their classes.
 
     x: (N, H) unit rows. total: (K, H) weighted sum of each class's rows, its direction the centre. log_share: (K,).
+    size: (num_known,) rows that the known classes are thought to have, None where nothing is known of it.
     Returns the new total and log_share, and of the old ones each row's log-likelihood (N,), up to a constant, and the
     objective: the log-likelihood of the unlabelled rows plus label_weight times log p(class | row) of the labelled ones,
-    each of them judged by centres that it had no part in.
+    each of them judged by centres that it had no part in, less the KL divergence of the known classes' sizes n_k from
+    `size`. Where that is given, log_share of a known class is no share but the offset that brings n_k to it.
     """
     score = mixture_score(x, total, log_share, kappa)
     share = score.softmax(1)
@@ -202,27 +204,38 @@ def mixture_step(x, held, label, total, log_share, kappa, label_weight):
     objective = likelihood.sum() - likelihood[held].sum() + w * without.sum()
     share[held] = 0
     share[held, y] = 1
-    log_share = ((share.sum(0) + 1e-3) / len(x)).log()
+    n = share.sum(0)
+    following = ((n + 1e-3) / len(x)).log()
+    if size is not None:
+        excess, expected = (n[:len(size)] / size).log(), (size / len(x)).log()
+        objective = objective + (size * (excess - excess.exp() + 1)).sum()
+        offset = log_share[:len(size)] - 0.5 * excess
+        following[:len(size)] = torch.maximum(torch.minimum(offset, expected + 3), expected - 3)
     share[held] *= w
-    return (share.to(x.dtype).T @ x).float(), log_share, likelihood, objective
+    return (share.to(x.dtype).T @ x).float(), following, likelihood, objective
 
 
-def searched_rows(label, generator):
-    """int64: the labelled rows of label (N,), then at most SEARCHED of the unlabelled ones, drawn."""
+def searched_rows(label, generator, sample_rate):
+    """int64: the labelled rows of label (N,), then at most SEARCHED drawn ones without; and what sample_rate is among them."""
     held, free = torch.where(label >= 0)[0], torch.where(label < 0)[0]
-    return torch.cat([held, free[torch.randperm(len(free), generator=generator)[:SEARCHED].to(free.device)]])
+    rows = torch.cat([held, free[torch.randperm(len(free), generator=generator)[:SEARCHED].to(free.device)]])
+    kept = min(1, SEARCHED / max(1, len(free)))
+    return rows, sample_rate and 1 / (1 + (1 / sample_rate - 1) * kept)
 
 
-def seed_centres(x, label, K, num_known, kappa, label_weight, swaps, seed, quiet=False):
+def seed_centres(x, label, K, num_known, kappa, label_weight, swaps, sample_rate, seed, quiet=False):
     """Unit centres (K, H) to start the cluster head from: known classes from their labelled rows, novel ones discovered.
 
     A mixture with learned class shares, so that a large class is not split to even out sizes. Each labelled row stands for
-    label_weight rows of its class, which keeps a known centre from drifting to a larger neighbour. EM alone keeps the novel
-    centres near where they start, so `swaps` times one is moved: of four drawn the one that the rows would miss least, and
-    of 16 rows that are explained badly to the one where it helps most. The move stays if mixture_step's objective rises
-    within three steps. Its labelled part is what tells a new intent from half of a known one: a novel centre that takes
-    over a known class makes that class's own labelled rows, each left out in turn, look like strangers. Of a large corpus
-    the moves are tried on SEARCHED unlabelled rows, then all rows settle the centres.
+    label_weight rows of its class, which keeps a known centre from drifting to a larger neighbour. Where the labelled rows
+    were drawn at sample_rate from every known class (0: who knows), their number tells the class's size, and a known centre
+    that has taken in a new intent, or has lost rows to a novel centre, is seen by having too many rows or too few.
+
+    EM alone keeps the novel centres near where they start, so `swaps` times one is moved: of four drawn the one that the rows
+    would miss least, and of 16 rows that are explained badly to the one where it helps most. The move stays if
+    mixture_step's objective rises within three steps. Its labelled part is what tells a new intent from half of a known one:
+    a novel centre that takes over a known class makes that class's own labelled rows, each left out in turn, look like
+    strangers. Of a large corpus the moves are tried on SEARCHED unlabelled rows, then all rows settle the centres.
     """
     generator = torch.Generator().manual_seed(seed)
     held, free = torch.where(label >= 0)[0], torch.where(label < 0)[0]
@@ -232,13 +245,14 @@ def seed_centres(x, label, K, num_known, kappa, label_weight, swaps, seed, quiet
 
     def settle(x, total, log_share, steps):
         for _ in range(steps):
-            total, log_share, likelihood, objective = mixture_step(x, held, label, total, log_share, kappa, label_weight)
+            total, log_share, likelihood, objective = mixture_step(x, held, label, total, log_share, kappa, label_weight, size)
         return total, log_share, likelihood[free], objective
 
     uniform = -math.log(K)
+    size = label[held].bincount(minlength=num_known) / sample_rate if sample_rate and num_known else None
     if len(free) > SEARCHED:
-        rows = searched_rows(label, generator)
-        centre = seed_centres(x[rows], label[rows], K, num_known, kappa, label_weight, swaps, seed, quiet)
+        rows, rate = searched_rows(label, generator, sample_rate)
+        centre = seed_centres(x[rows], label[rows], K, num_known, kappa, label_weight, swaps, rate, seed, quiet)
         return normalize(settle(x, centre, torch.full((K,), uniform, device=x.device), 30)[0], dim=1)
     fast = x.bfloat16() if pick_dtype("auto", x.device) == torch.bfloat16 else x  # good enough to compare moves
     total = torch.zeros(K, x.shape[1], device=x.device).index_add_(0, label[held], label_weight * x[held])
@@ -330,9 +344,9 @@ def estimate_num_classes(z, label, dev_z, dev_label, args_of_seeding, seed):
     num_known, balance = int(label.max()) + 1, {}
     if (label >= 0).all():
         return num_known
-    kappa, label_weight, swaps = args_of_seeding
-    args_of_seeding = kappa, label_weight, swaps // 5  # 300 moves find better centres, but as many of them
-    rows = searched_rows(label, torch.Generator().manual_seed(seed))
+    kappa, label_weight, swaps, sample_rate = args_of_seeding
+    rows, sample_rate = searched_rows(label, torch.Generator().manual_seed(seed), sample_rate)
+    args_of_seeding = kappa, label_weight, swaps // 5, sample_rate  # 300 moves find better centres, but as many of them
     z, label = z[rows], label[rows]
 
     def measure(step):

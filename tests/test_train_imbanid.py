@@ -92,7 +92,7 @@ def blobs(sizes, H=16, seed=0, spread=0.08):
 def test_clusterers_find_long_tailed_blobs_and_keep_known_classes_in_place(method):
     x, label, truth = blobs([80, 60, 40, 20, 10])
     if method == "mixture":
-        centre = seed_centres(x, label, 5, 2, kappa=20.0, label_weight=10.0, swaps=60, seed=0)
+        centre = seed_centres(x, label, 5, 2, kappa=20.0, label_weight=10.0, swaps=60, sample_rate=0.0, seed=0)
         assert torch.allclose(centre.norm(dim=1), torch.ones(5), atol=1e-5)
     else:
         centre = semi_supervised_kmeans(x, label, 5, 2, seed=0)
@@ -121,6 +121,43 @@ def test_labelled_rows_are_judged_by_centres_without_them():
         without[label[i]] *= without[label[i]].norm() > 1e-3
         expected += w * float(mixture_score(x[i:i + 1], without, log_share, 20.0).log_softmax(1)[0, label[i]])
     assert float(objective) == pytest.approx(expected, abs=1e-2)
+
+
+def test_known_sizes_draw_the_classes_to_them_and_weigh_what_is_left():
+    """20 of 60 rows lie between two known classes: a size says whose they are, and the objective holds the KL divergence."""
+    x, label, _ = blobs([20, 20])
+    between = torch.nn.functional.normalize(x[:20].mean(0) + x[20:].mean(0) + 0.3 * torch.randn(
+        20, x.shape[1], generator=torch.Generator().manual_seed(1)) / x.shape[1] ** 0.5, dim=1)
+    x, label = torch.cat([x, between]), torch.cat([label, torch.full((20,), -1)])
+    held = torch.where(label >= 0)[0]
+    for size in ([20.0, 40.0], [40.0, 20.0]):
+        total = torch.zeros(2, x.shape[1]).index_add_(0, label[held], x[held])
+        log_share, size = torch.full((2,), 0.5).log(), torch.tensor(size)
+        for _ in range(40):
+            total, log_share, _, _ = mixture_step(x, held, label, total, log_share, 20.0, 1.0, size)
+        share = mixture_score(x, total, log_share, 20.0).softmax(1)
+        share[held] = torch.eye(2)[label[held]]
+        n = share.sum(0)
+        assert torch.allclose(n, size, atol=1.0)
+    *_, without = mixture_step(x, held, label, total, log_share, 20.0, 1.0)
+    *_, objective = mixture_step(x, held, label, total, log_share, 20.0, 1.0, torch.tensor([30.0, 30.0]))
+    divergence = float((30 * (30 / n).log() - 30 + n).sum())
+    assert float(without - objective) == pytest.approx(divergence, rel=1e-3)
+
+
+def test_a_known_class_does_not_take_in_a_new_one_that_its_labelled_rows_cannot_account_for():
+    """Two classes close together, of which one is known: its 4 labelled rows in 10 % say that it has 40 rows, not 80."""
+    generator = torch.Generator().manual_seed(0)
+    base = torch.nn.functional.normalize(torch.randn(3, 16, generator=generator), dim=1)
+    base[1] = torch.nn.functional.normalize(base[0] + 0.45 * base[1], dim=0)
+    truth = torch.arange(3).repeat_interleave(torch.tensor([40, 40, 30]))
+    x = torch.nn.functional.normalize(base[truth] + 0.08 * torch.randn(110, 16, generator=generator), dim=1)
+    label = torch.full((110,), -1)
+    label[:4] = 0
+    told, untold = ((x @ seed_centres(x, label, 3, 1, 20.0, 10.0, 30, rate, seed=0).T).argmax(1)[:80] == 0
+                for rate in (0.1, 0.0))
+    assert told[:40].float().mean() > 0.9 and told[40:].float().mean() < 0.1
+    assert untold[40:].all(), "without it the new class is taken in"
 
 
 def test_class_means_of_an_empty_class_are_zero():
