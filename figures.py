@@ -44,7 +44,8 @@ ABLATIONS = {
     "no_dr_qr": ("w/o DR and QR", (81.19, 87.19, 71.05, 67.50, 64.88, 50.00, 88.33, 86.51, 80.33)),
     "no_adaptive_weight": ("w/o adaptive weight", (82.37, 90.22, 71.11, 68.18, 65.81, 64.57, 90.30, 87.00, 79.67)),
     "no_cwcl": ("w/o CWCL", (81.93, 90.11, 70.81, 67.83, 66.03, 58.70, 90.33, 85.22, 78.00)),
-    "no_iwcl": ("w/o IWCL", (81.78, 86.44, 71.23, 65.54, 64.22, 65.20, 90.51, 76.75, 80.33))}
+    "no_iwcl": ("w/o IWCL", (81.78, 86.44, 71.23, 65.54, 64.22, 65.20, 90.51, 76.75, 80.33)),
+    "no_class_sizes": ("w/o class sizes", (math.nan,) * 9)}  # ours
 METHODS = {"kmeans": "k-means", "gcd": "GCD", "deepaligned": "DeepAligned", "clnn": "MTP-CLNN", "dpn": "DPN",
            "latentem": "LatentEM", "usnid": "USNID", "imbanid": "ImbaNID"}
 ROWS = (("ImbaNID", "test"), ("ImbaNID, protocol T", "test_kmeans"), ("k-means, raw features", "kmeans_raw"),

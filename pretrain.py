@@ -95,14 +95,14 @@ def open_pretrained(path, data):
     """The checkpoint that pretrain.py left at path, made from what the folder data holds now. Raises UserError."""
     pre = load_checkpoint(path)
     if pre is None:
-        raise UserError(f"{path} is missing: run pretrain.py with the same --dataset, --gamma and --seed first")
+        raise UserError(f"{path} is missing: run pretrain.py first, with the same --dataset and what else names the task")
     if pre["config"]["data"] != data_fingerprint(data):
         raise UserError(f"{path} was trained on other data than {data} holds now: run pretrain.py --restart")
     return pre
 
 
 def settings(args):
-    """The flags that say what a run computes, by which a later call knows it again; where and how fast it runs is left out."""
+    """The flags by which a later call knows a finished run again: all but those on where it runs and on what."""
     return {k: v for k, v in asdict(args).items()
             if k not in ("data_dir", "out_dir", "cache_gb", "restart", "device", "dtype", "tag")}
 
@@ -190,8 +190,9 @@ def mixture_step(x, held, label, total, log_share, kappa, label_weight, size=Non
     size: (num_known,) rows that the known classes are thought to have, None where nothing is known of it.
     Returns the new total and log_share, and of the old ones each row's log-likelihood (N,), up to a constant, and the
     objective: the log-likelihood of the unlabelled rows plus label_weight times log p(class | row) of the labelled ones,
-    each of them judged by centres that it had no part in, less the KL divergence of the known classes' sizes n_k from
-    `size`. Where that is given, log_share of a known class is no share but the offset that brings n_k to it.
+    each of them judged by centres that it had no part in. With `size`, log_share of a known class is no share but the offset
+    (at most 3 from the share) that brings the number n_k of its rows to `size`, a Lagrange multiplier whose term is taken off
+    the objective, and so is the KL divergence of what n_k remains from `size`.
     """
     score = mixture_score(x, total, log_share, kappa)
     share = score.softmax(1)
@@ -207,20 +208,18 @@ def mixture_step(x, held, label, total, log_share, kappa, label_weight, size=Non
     n = share.sum(0)
     following = ((n + 1e-3) / len(x)).log()
     if size is not None:
-        excess, expected = (n[:len(size)] / size).log(), (size / len(x)).log()
-        objective = objective + (size * (excess - excess.exp() + 1)).sum()
-        offset = log_share[:len(size)] - 0.5 * excess
-        following[:len(size)] = torch.maximum(torch.minimum(offset, expected + 3), expected - 3)
+        known, expected = slice(len(size)), (size / len(x)).log()
+        excess, missing = (n[known] / size).log(), size - y.bincount(minlength=len(size))
+        objective = objective - (missing * (log_share[known] - expected)).sum() + (size * (excess - excess.exp() + 1)).sum()
+        following[known] = torch.maximum(torch.minimum(log_share[known] - 0.5 * excess, expected + 3), expected - 3)
     share[held] *= w
     return (share.to(x.dtype).T @ x).float(), following, likelihood, objective
 
 
-def searched_rows(label, generator, sample_rate):
-    """int64: the labelled rows of label (N,), then at most SEARCHED drawn ones without; and what sample_rate is among them."""
+def searched_rows(label, generator):
+    """int64: the labelled rows of label (N,), then at most SEARCHED of the unlabelled ones, drawn."""
     held, free = torch.where(label >= 0)[0], torch.where(label < 0)[0]
-    rows = torch.cat([held, free[torch.randperm(len(free), generator=generator)[:SEARCHED].to(free.device)]])
-    kept = min(1, SEARCHED / max(1, len(free)))
-    return rows, sample_rate and 1 / (1 + (1 / sample_rate - 1) * kept)
+    return torch.cat([held, free[torch.randperm(len(free), generator=generator)[:SEARCHED].to(free.device)]])
 
 
 def seed_centres(x, label, K, num_known, kappa, label_weight, swaps, sample_rate, seed, quiet=False):
@@ -249,10 +248,13 @@ def seed_centres(x, label, K, num_known, kappa, label_weight, swaps, sample_rate
         return total, log_share, likelihood[free], objective
 
     uniform = -math.log(K)
-    size = label[held].bincount(minlength=num_known) / sample_rate if sample_rate and num_known else None
+    size = None
+    if sample_rate and num_known:  # c = ceil(rate n) labelled rows: n is between (c - 1) / rate and c / rate
+        count = label[held].bincount(minlength=num_known).clamp_min(1)
+        size = torch.maximum((count - 0.5) / sample_rate + 0.5, count)
     if len(free) > SEARCHED:
-        rows, rate = searched_rows(label, generator, sample_rate)
-        centre = seed_centres(x[rows], label[rows], K, num_known, kappa, label_weight, swaps, rate, seed, quiet)
+        rows = searched_rows(label, generator)
+        centre = seed_centres(x[rows], label[rows], K, num_known, kappa, label_weight, swaps, 0.0, seed, quiet)
         return normalize(settle(x, centre, torch.full((K,), uniform, device=x.device), 30)[0], dim=1)
     fast = x.bfloat16() if pick_dtype("auto", x.device) == torch.bfloat16 else x  # good enough to compare moves
     total = torch.zeros(K, x.shape[1], device=x.device).index_add_(0, label[held], label_weight * x[held])
@@ -345,7 +347,9 @@ def estimate_num_classes(z, label, dev_z, dev_label, args_of_seeding, seed):
     if (label >= 0).all():
         return num_known
     kappa, label_weight, swaps, sample_rate = args_of_seeding
-    rows, sample_rate = searched_rows(label, torch.Generator().manual_seed(seed), sample_rate)
+    rows = searched_rows(label, torch.Generator().manual_seed(seed))
+    if len(rows) < len(label):
+        sample_rate = 0.0  # not that of the rows that are left
     args_of_seeding = kappa, label_weight, swaps // 5, sample_rate  # 300 moves find better centres, but as many of them
     z, label = z[rows], label[rows]
 

@@ -177,22 +177,22 @@ def made_up(K, num_known, seed, spread=0.7, size=60, labelled=6, H=32):
 
 def test_classes_of_one_labelled_text_each_do_not_mislead_the_estimate():
     z, label, _, _ = made_up(20, 6, 1, labelled=1)
-    assert 14 <= estimate_num_classes(z, label, z[:0], label[:0], (30.0, 10.0, 300), 0) <= 28
-    assert estimate_num_classes(z[label >= 0], label[label >= 0], z[:0], label[:0], (30.0, 10.0, 300), 0) == 6
+    assert 14 <= estimate_num_classes(z, label, z[:0], label[:0], (30.0, 10.0, 300, 0.0), 0) <= 28
+    assert estimate_num_classes(z[label >= 0], label[label >= 0], z[:0], label[:0], (30.0, 10.0, 300, 0.0), 0) == 6
 
 
 @pytest.mark.parametrize("K,num_known", [(40, 30), (40, 24)])
 def test_the_number_of_classes_is_found(K, num_known):
     z, label, dev_z, dev = made_up(K, num_known, 0)
-    found = estimate_num_classes(z, label, dev_z, dev, (30.0, 10.0, 300), 0)
+    found = estimate_num_classes(z, label, dev_z, dev, (30.0, 10.0, 300, 0.0), 0)
     assert abs(found - K) <= 0.1 * K
-    assert found == estimate_num_classes(z, label, dev_z, dev, (30.0, 10.0, 300), 0)
+    assert found == estimate_num_classes(z, label, dev_z, dev, (30.0, 10.0, 300, 0.0), 0)
     assert abs(appendix_e(z, num_known, 0, 0, 0) - K) >= abs(found - K)
 
 
 def test_the_number_of_classes_without_labels():
     z, label, dev_z, dev = made_up(20, 0, 1)
-    assert 15 <= estimate_num_classes(z, label, dev_z, dev, (30.0, 10.0, 300), 0) <= 26
+    assert 15 <= estimate_num_classes(z, label, dev_z, dev, (30.0, 10.0, 300, 0.0), 0) <= 26
 
 
 # ---- names ----

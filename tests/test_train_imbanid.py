@@ -139,10 +139,25 @@ def test_known_sizes_draw_the_classes_to_them_and_weigh_what_is_left():
         share[held] = torch.eye(2)[label[held]]
         n = share.sum(0)
         assert torch.allclose(n, size, atol=1.0)
+    size, held_rows = torch.tensor([30.0, 30.0]), label[held].bincount()
     *_, without = mixture_step(x, held, label, total, log_share, 20.0, 1.0)
-    *_, objective = mixture_step(x, held, label, total, log_share, 20.0, 1.0, torch.tensor([30.0, 30.0]))
-    divergence = float((30 * (30 / n).log() - 30 + n).sum())
-    assert float(without - objective) == pytest.approx(divergence, rel=1e-3)
+    *_, objective = mixture_step(x, held, label, total, log_share, 20.0, 1.0, size)
+    divergence = (size * (size / n).log() - size + n).sum()
+    lagrange = ((size - held_rows) * (log_share - math.log(0.5))).sum()
+    assert float(without - objective) == pytest.approx(float(divergence + lagrange), rel=1e-3)
+
+
+def test_the_offsets_of_known_classes_raise_no_objective_by_themselves():
+    """A size that cannot be reached drives its offset on and on; the objective must not rise with it, or any move would do."""
+    x, label, _ = blobs([30, 30, 20])
+    held, size = torch.where(label >= 0)[0], torch.tensor([60.0, 45.0])
+    total = torch.zeros(3, x.shape[1]).index_add_(0, label[held], x[held])
+    total[2], state = x[60:].sum(0), torch.full((3,), 1 / 3).log()
+    values = []
+    for _ in range(30):
+        total, state, _, objective = mixture_step(x, held, label, total, state, 20.0, 10.0, size)
+        values.append(float(objective))
+    assert values[-1] <= max(values[5:10]) + 1
 
 
 def test_a_known_class_does_not_take_in_a_new_one_that_its_labelled_rows_cannot_account_for():
