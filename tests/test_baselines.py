@@ -178,7 +178,7 @@ def test_each_method_whole_with_the_real_encoder(demo, plain_acc, name, capsys):
                       for which in (name, "kmeans"))
     assert results["method"] == name
     trained, raw = (np.load(f"{demo['out_dir']}/demo_g10_s0_{which}/test_feature.npy") for which in (name, "kmeans"))
-    assert (trained * raw).sum(1).mean() < 0.99, "no feature has moved"
+    assert (trained * raw).sum(1).mean() < 0.999, "no feature has moved"
     if name == "gcd":
         assert results["test"]["ACC"] > plain["test"]["ACC"] + 3
     else:
