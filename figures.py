@@ -153,7 +153,7 @@ def ablation_table(folder="results"):
                           for which in (tag, against if paired else tag))
             p = ttest_rel(ours, full).pvalue if len(seeds) > 1 and (ours != full).any() else math.nan
             cells.append(f"{ours.mean():.2f}" + (f", {(ours - full).mean():+.2f} (p {p:.2f})" if p == p else "")
-                         + f", to {ABLATIONS[against][0]}" * bool(paired and against))
+                         + f", against {ABLATIONS[against][0]}" * bool(paired and against))
         rows.append(cells)
     heads = [f"{CORPORA[dataset][0]} {group}" for dataset in corpora for group in (*GROUPS, "ACC")]
     return markdown(["", *heads], rows)
