@@ -183,16 +183,34 @@ def mixture_score(x, total, log_share, kappa):
     return (x @ (kappa * normalize(total, dim=1)).to(x.dtype).T).float().add_(log_share)
 
 
-def mixture_step(x, held, label, total, log_share, kappa, label_weight, size=None):
+def known_sizes(label, num_known, sample_rate):
+    """Rows (num_known,) of each known class: of n rows c = ceil(sample_rate n) are labelled, so (c - 1) / rate < n <= c / rate."""
+    count = label[label >= 0].bincount(minlength=num_known).clamp_min(1)
+    return torch.maximum((count - 0.5) / sample_rate + 0.5, count)
+
+
+def novel_sizes(known, K, N):
+    """Rows (K - num_known,), ascending, that novel classes have if their long tail is that of the known ones (num_known,).
+
+    Which classes are known was drawn, so the quantiles of their sizes are those of the novel ones; scaled to what is left of N.
+    """
+    m = K - len(known)
+    size = known.quantile((torch.arange(m, device=known.device) + 0.5) / m)
+    return size * max(N - known.sum(), m) / size.sum()
+
+
+def mixture_step(x, held, label, total, log_share, kappa, label_weight, size=None, num_known=0):
     """One EM step of a von Mises-Fisher mixture of one concentration, labelled rows `held` in their classes.
 
     x: (N, H) unit rows. total: (K, H) weighted sum of each class's rows, its direction the centre. log_share: (K,).
-    size: (num_known,) rows that the known classes are thought to have, None where nothing is known of it.
+    size: (K,) rows that the classes are thought to have, class by class for the known and ascending for the novel ones: the
+    one with most rows at the moment is taken for the largest. None where nothing is known of it.
     Returns the new total and log_share, and of the old ones each row's log-likelihood (N,), up to a constant, and the
     objective: the log-likelihood of the unlabelled rows plus label_weight times log p(class | row) of the labelled ones,
-    each of them judged by centres that it had no part in. With `size`, log_share of a known class is no share but the offset
-    (at most 3 from the share) that brings the number n_k of its rows to `size`, a Lagrange multiplier whose term is taken off
-    the objective, and so is the KL divergence of what n_k remains from `size`.
+    each of them judged by centres that it had no part in. With `size`, log_share is no share but the offset
+    that brings the number n_k of a class's rows to its size, a Lagrange multiplier whose term is taken off the objective, and
+    so is the KL divergence of what n_k remains from the size. It stays within 3 of the share for a known class and, its size
+    being a guess, within log 2 for a novel one.
     """
     score = mixture_score(x, total, log_share, kappa)
     share = score.softmax(1)
@@ -205,13 +223,15 @@ def mixture_step(x, held, label, total, log_share, kappa, label_weight, size=Non
     objective = likelihood.sum() - likelihood[held].sum() + w * without.sum()
     share[held] = 0
     share[held, y] = 1
-    n = share.sum(0)
-    following = ((n + 1e-3) / len(x)).log()
+    n = share.sum(0) + 1e-3
+    following = (n / len(x)).log()
     if size is not None:
-        known, expected = slice(len(size)), (size / len(x)).log()
-        excess, missing = (n[known] / size).log(), size - y.bincount(minlength=len(size))
-        objective = objective - (missing * (log_share[known] - expected)).sum() + (size * (excess - excess.exp() + 1)).sum()
-        following[known] = torch.maximum(torch.minimum(log_share[known] - 0.5 * excess, expected + 3), expected - 3)
+        size = size.scatter(0, num_known + n[num_known:].argsort(), size[num_known:])
+        expected, reach = (size / len(x)).log(), torch.full_like(size, 3.0)
+        reach[num_known:] = math.log(2)
+        excess, missing = (n / size).log(), size - y.bincount(minlength=len(size))
+        objective = objective - (missing * (log_share - expected)).sum() + (size * (excess - excess.exp() + 1)).sum()
+        following = torch.maximum(torch.minimum(log_share - 0.5 * excess, expected + reach), expected - reach)
     share[held] *= w
     return (share.to(x.dtype).T @ x).float(), following, likelihood, objective
 
@@ -228,7 +248,8 @@ def seed_centres(x, label, K, num_known, kappa, label_weight, swaps, sample_rate
     A mixture with learned class shares, so that a large class is not split to even out sizes. Each labelled row stands for
     label_weight rows of its class, which keeps a known centre from drifting to a larger neighbour. Where the labelled rows
     were drawn at sample_rate from every known class (0: who knows), their number tells the class's size, and a known centre
-    that has taken in a new intent, or has lost rows to a novel centre, is seen by having too many rows or too few.
+    that has taken in a new intent, or has lost rows to a novel centre, is seen by having too many rows or too few. What sizes
+    the known classes have then tells which ones to expect of the novel classes.
 
     EM alone keeps the novel centres near where they start, so `swaps` times one is moved: of four drawn the one that the rows
     would miss least, and of 16 rows that are explained badly to the one where it helps most. The move stays if
@@ -244,14 +265,15 @@ def seed_centres(x, label, K, num_known, kappa, label_weight, swaps, sample_rate
 
     def settle(x, total, log_share, steps):
         for _ in range(steps):
-            total, log_share, likelihood, objective = mixture_step(x, held, label, total, log_share, kappa, label_weight, size)
+            total, log_share, likelihood, objective = mixture_step(x, held, label, total, log_share, kappa, label_weight,
+                                                                   size, num_known)
         return total, log_share, likelihood[free], objective
 
     uniform = -math.log(K)
     size = None
-    if sample_rate and num_known:  # c = ceil(rate n) labelled rows: n is between (c - 1) / rate and c / rate
-        count = label[held].bincount(minlength=num_known).clamp_min(1)
-        size = torch.maximum((count - 0.5) / sample_rate + 0.5, count)
+    if sample_rate and num_known:
+        size = known_sizes(label, num_known, sample_rate)
+        size = torch.cat([size, novel_sizes(size, K, len(x))])
     if len(free) > SEARCHED:
         rows = searched_rows(label, generator)
         centre = seed_centres(x[rows], label[rows], K, num_known, kappa, label_weight, swaps, 0.0, seed, quiet)
@@ -341,12 +363,20 @@ def estimate_num_classes(z, label, dev_z, dev_label, args_of_seeding, seed):
     where the two meet the number is right on average for the known classes, hence for the unknown ones, which differ from
     them in nothing but that nobody labelled them. K is searched on a geometric grid and read off a straight line through
     the four values around the crossing. With fewer than four known classes of two labelled rows or more the silhouette
-    decides. Of a large corpus SEARCHED unlabelled rows are looked at.
+    decides. Of a large corpus SEARCHED unlabelled rows are looked at. Where the labelled rows tell the sizes of the known
+    classes, the estimate is held within one standard error of the number of classes of their mean size in the other rows.
     """
     num_known, balance = int(label.max()) + 1, {}
     if (label >= 0).all():
         return num_known
     kappa, label_weight, swaps, sample_rate = args_of_seeding
+    least, most = num_known, math.inf
+    if sample_rate and num_known > 1:
+        size = known_sizes(label, num_known, sample_rate)
+        mean, novel = float(size.mean()), float(max(len(label) - size.sum(), 1) / size.mean())
+        drawn = float(size.std()) / mean * novel * math.sqrt(1 / num_known + 1 / novel)
+        rounded = (num_known + novel) * 0.29 / sample_rate / mean / math.sqrt(len(size.unique()))  # 0.29: sd of a rounding error
+        least, most = (max(num_known, num_known + novel + d * math.hypot(drawn, rounded)) for d in (-1, 1))
     rows = searched_rows(label, torch.Generator().manual_seed(seed))
     if len(rows) < len(label):
         sample_rate = 0.0  # not that of the rows that are left
@@ -361,7 +391,7 @@ def estimate_num_classes(z, label, dev_z, dev_label, args_of_seeding, seed):
 
     sizes = torch.cat([label[label >= 0], dev_label]).bincount(minlength=max(1, num_known))
     if (sizes > 1).sum() < 4:
-        return max(num_known, silhouette_num_classes(z, label, args_of_seeding, seed))
+        return round(min(max(silhouette_num_classes(z, label, args_of_seeding, seed), least), most))
     step = 2
     if measure(step) > 0:  # classes are merged: more centres
         while 1.15 ** step * num_known < len(z) / 4 and measure(step := step + 1) > 0:
@@ -372,7 +402,7 @@ def estimate_num_classes(z, label, dev_z, dev_label, args_of_seeding, seed):
     near = sorted(balance, key=lambda s: abs(balance[s]))[:4]
     slope, height = np.polyfit(near, [balance[s] for s in near], 1) if len(near) > 1 else (0, 0)
     crossing = -height / slope if slope < 0 else near[0]
-    return max(num_known, round(num_known * 1.15 ** min(max(crossing, min(near) - 1), max(near) + 1)))
+    return round(min(max(num_known * 1.15 ** min(max(crossing, min(near) - 1), max(near) + 1), least), most))
 
 
 def kmeans_rows(raw, pretrained, label, K, num_known, seed):

@@ -134,14 +134,14 @@ def test_known_sizes_draw_the_classes_to_them_and_weigh_what_is_left():
         total = torch.zeros(2, x.shape[1]).index_add_(0, label[held], x[held])
         log_share, size = torch.full((2,), 0.5).log(), torch.tensor(size)
         for _ in range(40):
-            total, log_share, _, _ = mixture_step(x, held, label, total, log_share, 20.0, 1.0, size)
+            total, log_share, _, _ = mixture_step(x, held, label, total, log_share, 20.0, 1.0, size, 2)
         share = mixture_score(x, total, log_share, 20.0).softmax(1)
         share[held] = torch.eye(2)[label[held]]
         n = share.sum(0)
         assert torch.allclose(n, size, atol=1.0)
     size, held_rows = torch.tensor([30.0, 30.0]), label[held].bincount()
     *_, without = mixture_step(x, held, label, total, log_share, 20.0, 1.0)
-    *_, objective = mixture_step(x, held, label, total, log_share, 20.0, 1.0, size)
+    *_, objective = mixture_step(x, held, label, total, log_share, 20.0, 1.0, size, 2)
     divergence = (size * (size / n).log() - size + n).sum()
     lagrange = ((size - held_rows) * (log_share - math.log(0.5))).sum()
     assert float(without - objective) == pytest.approx(float(divergence + lagrange), rel=1e-3)
@@ -150,12 +150,12 @@ def test_known_sizes_draw_the_classes_to_them_and_weigh_what_is_left():
 def test_the_offsets_of_known_classes_raise_no_objective_by_themselves():
     """A size that cannot be reached drives its offset on and on; the objective must not rise with it, or any move would do."""
     x, label, _ = blobs([30, 30, 20])
-    held, size = torch.where(label >= 0)[0], torch.tensor([60.0, 45.0])
+    held, size = torch.where(label >= 0)[0], torch.tensor([60.0, 45.0, 20.0])
     total = torch.zeros(3, x.shape[1]).index_add_(0, label[held], x[held])
     total[2], state = x[60:].sum(0), torch.full((3,), 1 / 3).log()
     values = []
     for _ in range(30):
-        total, state, _, objective = mixture_step(x, held, label, total, state, 20.0, 10.0, size)
+        total, state, _, objective = mixture_step(x, held, label, total, state, 20.0, 10.0, size, 2)
         values.append(float(objective))
     assert values[-1] <= max(values[5:10]) + 1
 
