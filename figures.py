@@ -124,7 +124,7 @@ def results_table(folder="results"):
 def ablation_table(folder="results"):
     """README's ablation table: ours (the paper's) for head, medium and tail at gamma 10, and ACC with a paired t-test.
 
-    A run made without class sizes is compared with the one that lacks nothing else. Empty while no such run is in results/.
+    Empty while results/ has no such run.
     """
     runs = {}
     for path in sorted(Path(folder).glob("*_g10_s*.json")):
@@ -146,14 +146,11 @@ def ablation_table(folder="results"):
             for group, value in zip(GROUPS, theirs):
                 mean = np.mean([runs[dataset, tag, seed]["test"][group] for seed in seeds])
                 cells.append(f"{mean:.2f}" + (f" ({value:.2f})" if value == value else ""))
-            sizes = not runs[dataset, tag, seeds[0]]["config"].get("no_class_sizes", True)  # early runs: nobody had them
-            against = "" if sizes or tag in ("", "no_class_sizes") else "no_class_sizes"
-            paired = all((dataset, against, seed) in runs for seed in seeds)
+            paired = all((dataset, "", seed) in runs for seed in seeds)
             ours, full = (np.array([runs[dataset, which, seed]["test"]["ACC"] for seed in seeds])
-                          for which in (tag, against if paired else tag))
+                          for which in (tag, "" if paired else tag))
             p = ttest_rel(ours, full).pvalue if len(seeds) > 1 and (ours != full).any() else math.nan
-            cells.append(f"{ours.mean():.2f}" + (f", {(ours - full).mean():+.2f} (p {p:.2f})" if p == p else "")
-                         + f", against {ABLATIONS[against][0]}" * bool(paired and against))
+            cells.append(f"{ours.mean():.2f}" + (f", {(ours - full).mean():+.2f} (p {p:.2f})" if p == p else ""))
         rows.append(cells)
     heads = [f"{CORPORA[dataset][0]} {group}" for dataset in corpora for group in (*GROUPS, "ACC")]
     return markdown(["", *heads], rows)

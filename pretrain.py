@@ -184,7 +184,7 @@ def mixture_score(x, total, log_share, kappa):
 
 
 def known_sizes(label, num_known, sample_rate):
-    """Rows (num_known,) of each known class: of n rows c = ceil(sample_rate n) are labelled, so (c - 1) / rate < n <= c / rate."""
+    """Rows (num_known,) of each known class: of n rows c = ceil(rate n) are labelled, so (c - 1) / rate < n <= c / rate."""
     count = label[label >= 0].bincount(minlength=num_known).clamp_min(1)
     return torch.maximum((count - 0.5) / sample_rate + 0.5, count)
 
@@ -356,6 +356,21 @@ def silhouette_num_classes(z, label, args_of_seeding, seed):
     return best[1]
 
 
+def num_classes_by_size(label, num_known, sample_rate):
+    """Bounds of the number of classes, one standard error around what the known classes' mean size says of the other rows.
+
+    Two errors add up: the known sizes are a sample, and a size is a count of labelled rows, rounded up (standard deviation
+    0.29), divided by the rate. The rounding averages out over as many classes as there are different counts.
+    """
+    size = known_sizes(label, num_known, sample_rate)
+    mean = float(size.mean())
+    novel = max(len(label) - float(size.sum()), 1.0) / mean
+    drawn = novel * float(size.std()) / mean * math.sqrt(1 / num_known + 1 / novel)
+    rounded = (num_known + novel) * 0.29 / sample_rate / mean / math.sqrt(len(size.unique()))
+    error = math.hypot(drawn, rounded)
+    return max(num_known, num_known + novel - error), num_known + novel + error
+
+
 def estimate_num_classes(z, label, dev_z, dev_label, args_of_seeding, seed):
     """The number of classes at which known classes, had they been hidden, are split as often as they are merged.
 
@@ -370,13 +385,7 @@ def estimate_num_classes(z, label, dev_z, dev_label, args_of_seeding, seed):
     if (label >= 0).all():
         return num_known
     kappa, label_weight, swaps, sample_rate = args_of_seeding
-    least, most = num_known, math.inf
-    if sample_rate and num_known > 1:
-        size = known_sizes(label, num_known, sample_rate)
-        mean, novel = float(size.mean()), float(max(len(label) - size.sum(), 1) / size.mean())
-        drawn = float(size.std()) / mean * novel * math.sqrt(1 / num_known + 1 / novel)
-        rounded = (num_known + novel) * 0.29 / sample_rate / mean / math.sqrt(len(size.unique()))  # 0.29: sd of a rounding error
-        least, most = (max(num_known, num_known + novel + d * math.hypot(drawn, rounded)) for d in (-1, 1))
+    least, most = num_classes_by_size(label, num_known, sample_rate) if sample_rate and num_known > 1 else (num_known, math.inf)
     rows = searched_rows(label, torch.Generator().manual_seed(seed))
     if len(rows) < len(label):
         sample_rate = 0.0  # not that of the rows that are left

@@ -17,7 +17,7 @@ from conftest import REPO, TINY_PRETRAIN, TINY_TRAIN, one_line_error, read_tsv, 
 from make_lt_data import make_own_task, make_split, open_table, raw_corpus, read_run, read_table, records, run_name
 from metrics import cluster_metrics
 from predict import distinct, keywords, propose_names
-from pretrain import appendix_e, estimate_num_classes
+from pretrain import appendix_e, estimate_num_classes, num_classes_by_size
 
 TEXTS = [f"{verb} the {thing}" for verb in ("open", "close", "paint") for thing in ("door", "window", "gate", "roof")]
 
@@ -193,6 +193,23 @@ def test_the_number_of_classes_is_found(K, num_known):
 def test_the_number_of_classes_without_labels():
     z, label, dev_z, dev = made_up(20, 0, 1)
     assert 15 <= estimate_num_classes(z, label, dev_z, dev, (30.0, 10.0, 300, 0.0), 0) <= 26
+
+
+def test_class_sizes_bound_the_number_of_classes():
+    """12 classes known, 8 novel ones of two separate halves each, which the features alone give a wrong number for."""
+    g = torch.Generator().manual_seed(1)
+    centre = torch.nn.functional.normalize(torch.randn(28, 32, generator=g), dim=1)
+    truth = torch.repeat_interleave(torch.arange(28), torch.where(torch.arange(28) < 12, 56, 28))
+    z = torch.nn.functional.normalize(centre[truth] + 0.7 * torch.randn(len(truth), 32, generator=g) / 32**0.5, dim=1)
+    label = torch.full((len(truth),), -1)
+    for k in range(12):
+        label[torch.where(truth == k)[0][:6]] = k
+    dev = torch.arange(12).repeat_interleave(10)
+    dev_z = torch.nn.functional.normalize(centre[dev] + 0.7 * torch.randn(120, 32, generator=g) / 32**0.5, dim=1)
+    least, most = num_classes_by_size(label, 12, 0.1)
+    assert 19 < least < 20 < most < 22
+    assert round(least) <= estimate_num_classes(z, label, dev_z, dev, (30.0, 10.0, 100, 0.1), 0) <= round(most)
+    assert estimate_num_classes(z, label, dev_z, dev, (30.0, 10.0, 100, 0.0), 0) < round(least)
 
 
 # ---- names ----

@@ -19,7 +19,16 @@ import pretrain
 import train_imbanid
 from encoder import Encoder
 from make_lt_data import UserError, parse_args
-from pretrain import appendix_e, class_means, mixture_score, mixture_step, seed_centres, semi_supervised_kmeans
+from pretrain import (
+    appendix_e,
+    class_means,
+    known_sizes,
+    mixture_score,
+    mixture_step,
+    novel_sizes,
+    seed_centres,
+    semi_supervised_kmeans,
+)
 
 
 def train(task, *flags):
@@ -173,6 +182,35 @@ def test_a_known_class_does_not_take_in_a_new_one_that_its_labelled_rows_cannot_
                 for rate in (0.1, 0.0))
     assert told[:40].float().mean() > 0.9 and told[40:].float().mean() < 0.1
     assert untold[40:].all(), "without it the new class is taken in"
+
+
+def test_novel_sizes_repeat_the_tail_of_the_known_ones():
+    known = torch.tensor([80.0, 10.0, 40.0, 20.0])
+    size = novel_sizes(known, 6, 150 + 60)
+    assert torch.allclose(size, known.quantile(torch.tensor([0.25, 0.75])) * 60 / 67.5) and size.sum() == pytest.approx(60)
+    assert novel_sizes(known, 7, 140).sum() == pytest.approx(3), "no row is left: one each"
+    assert len(novel_sizes(known, 4, 150)) == 0
+    label = torch.tensor([0] * 4 + [1] + [-1] * 30)
+    assert known_sizes(label, 2, 0.1).tolist() == [35.5, 5.5], "31 to 40 rows, 1 to 10"
+    assert known_sizes(label, 2, 1.0).tolist() == [4, 1], "all rows are labelled"
+
+
+@pytest.mark.parametrize("seed", [0, 2])
+def test_novel_classes_are_expected_to_be_of_the_size_of_the_known_ones(seed):
+    """Five classes of 40 rows, two known; two of the novel ones are close together and the third is wide enough to be split."""
+    generator = torch.Generator().manual_seed(seed)
+    base = torch.nn.functional.normalize(torch.randn(5, 16, generator=generator), dim=1)
+    base[3] = torch.nn.functional.normalize(base[2] + 0.45 * base[3], dim=0)
+    truth, spread = torch.arange(5).repeat_interleave(40), torch.full((200, 1), 0.08)
+    spread[truth == 4] = 0.25
+    x = torch.nn.functional.normalize(base[truth] + spread * torch.randn(200, 16, generator=generator), dim=1)
+    label = torch.full((200,), -1)
+    label[:4], label[40:44] = 0, 1
+    apart = []
+    for rate in (0.1, 0.0):
+        found = (x @ seed_centres(x, label, 5, 2, 20.0, 10.0, 60, rate, seed=0).T).argmax(1)
+        apart.append(bool(found[truth == 2].mode()[0] != found[truth == 3].mode()[0]))
+    assert apart == [True, False]
 
 
 def test_class_means_of_an_empty_class_are_zero():
