@@ -189,28 +189,16 @@ def known_sizes(label, num_known, sample_rate):
     return torch.maximum((count - 0.5) / sample_rate + 0.5, count)
 
 
-def novel_sizes(known, K, N):
-    """Rows (K - num_known,), ascending, that novel classes have if their long tail is that of the known ones (num_known,).
-
-    Which classes are known was drawn, so the quantiles of their sizes are those of the novel ones; scaled to what is left of N.
-    """
-    m = K - len(known)
-    size = known.quantile((torch.arange(m, device=known.device) + 0.5) / m)
-    return size * max(N - known.sum(), m) / size.sum()
-
-
-def mixture_step(x, held, label, total, log_share, kappa, label_weight, size=None, num_known=0):
+def mixture_step(x, held, label, total, log_share, kappa, label_weight, size=None):
     """One EM step of a von Mises-Fisher mixture of one concentration, labelled rows `held` in their classes.
 
     x: (N, H) unit rows. total: (K, H) weighted sum of each class's rows, its direction the centre. log_share: (K,).
-    size: (K,) rows that the classes are thought to have, class by class for the known and ascending for the novel ones: the
-    one with most rows at the moment is taken for the largest. None where nothing is known of it.
+    size: (k,) rows that the first k classes are thought to have, None where nothing is known of it.
     Returns the new total and log_share, and of the old ones each row's log-likelihood (N,), up to a constant, and the
     objective: the log-likelihood of the unlabelled rows plus label_weight times log p(class | row) of the labelled ones,
-    each of them judged by centres that it had no part in. With `size`, log_share is no share but the offset
-    that brings the number n_k of a class's rows to its size, a Lagrange multiplier whose term is taken off the objective, and
-    so is the KL divergence of what n_k remains from the size. It stays within 3 of the share for a known class and, its size
-    being a guess, within log 2 for a novel one.
+    each of them judged by centres that it had no part in. With `size`, log_share of such a class is no share but the offset
+    (at most 3 from the share) that brings the number n_k of its rows to `size`, a Lagrange multiplier whose term is taken off
+    the objective, and so is the KL divergence of what n_k remains from `size`.
     """
     score = mixture_score(x, total, log_share, kappa)
     share = score.softmax(1)
@@ -223,15 +211,13 @@ def mixture_step(x, held, label, total, log_share, kappa, label_weight, size=Non
     objective = likelihood.sum() - likelihood[held].sum() + w * without.sum()
     share[held] = 0
     share[held, y] = 1
-    n = share.sum(0) + 1e-3
-    following = (n / len(x)).log()
+    n = share.sum(0)
+    following = ((n + 1e-3) / len(x)).log()
     if size is not None:
-        size = size.scatter(0, num_known + n[num_known:].argsort(), size[num_known:])
-        expected, reach = (size / len(x)).log(), torch.full_like(size, 3.0)
-        reach[num_known:] = math.log(2)
-        excess, missing = (n / size).log(), size - y.bincount(minlength=len(size))
-        objective = objective - (missing * (log_share - expected)).sum() + (size * (excess - excess.exp() + 1)).sum()
-        following = torch.maximum(torch.minimum(log_share - 0.5 * excess, expected + reach), expected - reach)
+        sized, expected = slice(len(size)), (size / len(x)).log()
+        excess, missing = (n[sized] / size).log(), size - y.bincount(minlength=len(size))
+        objective = objective - (missing * (log_share[sized] - expected)).sum() + (size * (excess - excess.exp() + 1)).sum()
+        following[sized] = torch.maximum(torch.minimum(log_share[sized] - 0.5 * excess, expected + 3), expected - 3)
     share[held] *= w
     return (share.to(x.dtype).T @ x).float(), following, likelihood, objective
 
@@ -248,8 +234,8 @@ def seed_centres(x, label, K, num_known, kappa, label_weight, swaps, sample_rate
     A mixture with learned class shares, so that a large class is not split to even out sizes. Each labelled row stands for
     label_weight rows of its class, which keeps a known centre from drifting to a larger neighbour. Where the labelled rows
     were drawn at sample_rate from every known class (0: who knows), their number tells the class's size, and a known centre
-    that has taken in a new intent, or has lost rows to a novel centre, is seen by having too many rows or too few. What sizes
-    the known classes have then tells which ones to expect of the novel classes.
+    that has taken in a new intent, or has lost rows to a novel centre, is seen by having too many rows or too few. Where the
+    known classes are all of a size, the novel ones are expected to be so as well.
 
     EM alone keeps the novel centres near where they start, so `swaps` times one is moved: of four drawn the one that the rows
     would miss least, and of 16 rows that are explained badly to the one where it helps most. The move stays if
@@ -265,15 +251,16 @@ def seed_centres(x, label, K, num_known, kappa, label_weight, swaps, sample_rate
 
     def settle(x, total, log_share, steps):
         for _ in range(steps):
-            total, log_share, likelihood, objective = mixture_step(x, held, label, total, log_share, kappa, label_weight,
-                                                                   size, num_known)
+            total, log_share, likelihood, objective = mixture_step(x, held, label, total, log_share, kappa, label_weight, size)
         return total, log_share, likelihood[free], objective
 
     uniform = -math.log(K)
     size = None
     if sample_rate and num_known:
         size = known_sizes(label, num_known, sample_rate)
-        size = torch.cat([size, novel_sizes(size, K, len(x))])
+        if K > num_known and size.max() <= 1.1 * size.min():  # balanced data: the novel classes are as large as each other
+            each = max(len(x) - float(size.sum()), K - num_known) / (K - num_known)
+            size = torch.cat([size, size.new_full((K - num_known,), each)])
     if len(free) > SEARCHED:
         rows = searched_rows(label, generator)
         centre = seed_centres(x[rows], label[rows], K, num_known, kappa, label_weight, swaps, 0.0, seed, quiet)

@@ -25,7 +25,6 @@ from pretrain import (
     known_sizes,
     mixture_score,
     mixture_step,
-    novel_sizes,
     seed_centres,
     semi_supervised_kmeans,
 )
@@ -143,14 +142,14 @@ def test_known_sizes_draw_the_classes_to_them_and_weigh_what_is_left():
         total = torch.zeros(2, x.shape[1]).index_add_(0, label[held], x[held])
         log_share, size = torch.full((2,), 0.5).log(), torch.tensor(size)
         for _ in range(40):
-            total, log_share, _, _ = mixture_step(x, held, label, total, log_share, 20.0, 1.0, size, 2)
+            total, log_share, _, _ = mixture_step(x, held, label, total, log_share, 20.0, 1.0, size)
         share = mixture_score(x, total, log_share, 20.0).softmax(1)
         share[held] = torch.eye(2)[label[held]]
         n = share.sum(0)
         assert torch.allclose(n, size, atol=1.0)
     size, held_rows = torch.tensor([30.0, 30.0]), label[held].bincount()
     *_, without = mixture_step(x, held, label, total, log_share, 20.0, 1.0)
-    *_, objective = mixture_step(x, held, label, total, log_share, 20.0, 1.0, size, 2)
+    *_, objective = mixture_step(x, held, label, total, log_share, 20.0, 1.0, size)
     divergence = (size * (size / n).log() - size + n).sum()
     lagrange = ((size - held_rows) * (log_share - math.log(0.5))).sum()
     assert float(without - objective) == pytest.approx(float(divergence + lagrange), rel=1e-3)
@@ -159,12 +158,12 @@ def test_known_sizes_draw_the_classes_to_them_and_weigh_what_is_left():
 def test_the_offsets_of_known_classes_raise_no_objective_by_themselves():
     """A size that cannot be reached drives its offset on and on; the objective must not rise with it, or any move would do."""
     x, label, _ = blobs([30, 30, 20])
-    held, size = torch.where(label >= 0)[0], torch.tensor([60.0, 45.0, 20.0])
+    held, size = torch.where(label >= 0)[0], torch.tensor([60.0, 45.0])
     total = torch.zeros(3, x.shape[1]).index_add_(0, label[held], x[held])
     total[2], state = x[60:].sum(0), torch.full((3,), 1 / 3).log()
     values = []
     for _ in range(30):
-        total, state, _, objective = mixture_step(x, held, label, total, state, 20.0, 10.0, size, 2)
+        total, state, _, objective = mixture_step(x, held, label, total, state, 20.0, 10.0, size)
         values.append(float(objective))
     assert values[-1] <= max(values[5:10]) + 1
 
@@ -184,19 +183,14 @@ def test_a_known_class_does_not_take_in_a_new_one_that_its_labelled_rows_cannot_
     assert untold[40:].all(), "without it the new class is taken in"
 
 
-def test_novel_sizes_repeat_the_tail_of_the_known_ones():
-    known = torch.tensor([80.0, 10.0, 40.0, 20.0])
-    size = novel_sizes(known, 6, 150 + 60)
-    assert torch.allclose(size, known.quantile(torch.tensor([0.25, 0.75])) * 60 / 67.5) and size.sum() == pytest.approx(60)
-    assert novel_sizes(known, 7, 140).sum() == pytest.approx(3), "no row is left: one each"
-    assert len(novel_sizes(known, 4, 150)) == 0
+def test_labelled_rows_tell_the_size_of_their_class():
     label = torch.tensor([0] * 4 + [1] + [-1] * 30)
     assert known_sizes(label, 2, 0.1).tolist() == [35.5, 5.5], "31 to 40 rows, 1 to 10"
     assert known_sizes(label, 2, 1.0).tolist() == [4, 1], "all rows are labelled"
 
 
 @pytest.mark.parametrize("seed", [0, 2])
-def test_novel_classes_are_expected_to_be_of_the_size_of_the_known_ones(seed):
+def test_novel_classes_of_balanced_data_are_expected_to_be_of_one_size(seed):
     """Five classes of 40 rows, two known; two of the novel ones are close together and the third is wide enough to be split."""
     generator = torch.Generator().manual_seed(seed)
     base = torch.nn.functional.normalize(torch.randn(5, 16, generator=generator), dim=1)
