@@ -183,10 +183,22 @@ def mixture_score(x, total, log_share, kappa):
     return (x @ (kappa * normalize(total, dim=1)).to(x.dtype).T).float().add_(log_share)
 
 
-def known_sizes(label, num_known, sample_rate):
-    """Rows (num_known,) of each known class: of n rows c = ceil(rate n) are labelled, so (c - 1) / rate < n <= c / rate."""
+def class_sizes(label, num_known, K, sample_rate):
+    """Rows that the first classes have, of whose n rows c = ceil(sample_rate n) are labelled: (c - 1) / rate < n <= c / rate.
+
+    Those of the known classes (num_known,), the middle of that range. If these are as large as each other, so that the data
+    are balanced, those of all classes (K,): the novel ones share what is left. Fewer than four known classes with three
+    labelled rows each say nothing of that.
+    """
     count = label[label >= 0].bincount(minlength=num_known).clamp_min(1)
-    return torch.maximum((count - 0.5) / sample_rate + 0.5, count)
+    most = count / sample_rate
+    size = torch.maximum(most - 0.5 / sample_rate + 0.5, count)
+    balanced = count.max() <= max(1.1 * count.min(), count.min() + 1)
+    if K > num_known >= 4 and count.min() >= 3 and balanced:
+        size = torch.minimum(torch.maximum(most - 1 / sample_rate + 1, size.new_tensor(len(label) / K)), most)
+        each = max(len(label) - float(size.sum()), K - num_known) / (K - num_known)
+        size = torch.cat([size, size.new_full((K - num_known,), each)])
+    return size
 
 
 def mixture_step(x, held, label, total, log_share, kappa, label_weight, size=None):
@@ -215,7 +227,7 @@ def mixture_step(x, held, label, total, log_share, kappa, label_weight, size=Non
     following = ((n + 1e-3) / len(x)).log()
     if size is not None:
         sized, expected = slice(len(size)), (size / len(x)).log()
-        excess, missing = (n[sized] / size).log(), size - y.bincount(minlength=len(size))
+        excess, missing = (n[sized].clamp_min(1e-3) / size).log(), size - y.bincount(minlength=len(size))
         objective = objective - (missing * (log_share[sized] - expected)).sum() + (size * (excess - excess.exp() + 1)).sum()
         following[sized] = torch.maximum(torch.minimum(log_share[sized] - 0.5 * excess, expected + 3), expected - 3)
     share[held] *= w
@@ -257,10 +269,7 @@ def seed_centres(x, label, K, num_known, kappa, label_weight, swaps, sample_rate
     uniform = -math.log(K)
     size = None
     if sample_rate and num_known:
-        size = known_sizes(label, num_known, sample_rate)
-        if K > num_known and size.max() <= 1.1 * size.min():  # balanced data: the novel classes are as large as each other
-            each = max(len(x) - float(size.sum()), K - num_known) / (K - num_known)
-            size = torch.cat([size, size.new_full((K - num_known,), each)])
+        size = class_sizes(label, num_known, K, sample_rate)
     if len(free) > SEARCHED:
         rows = searched_rows(label, generator)
         centre = seed_centres(x[rows], label[rows], K, num_known, kappa, label_weight, swaps, 0.0, seed, quiet)
@@ -346,14 +355,14 @@ def silhouette_num_classes(z, label, args_of_seeding, seed):
 def num_classes_by_size(label, num_known, sample_rate):
     """Bounds of the number of classes, one standard error around what the known classes' mean size says of the other rows.
 
-    Two errors add up: the known sizes are a sample, and a size is a count of labelled rows, rounded up (standard deviation
-    0.29), divided by the rate. The rounding averages out over as many classes as there are different counts.
+    Two errors add up: the known sizes are a sample, and each is known to half a labelled row, which averages out over as many
+    classes as there are different counts of labelled rows.
     """
-    size = known_sizes(label, num_known, sample_rate)
+    size = class_sizes(label, num_known, num_known, sample_rate)
     mean = float(size.mean())
     novel = max(len(label) - float(size.sum()), 1.0) / mean
     drawn = novel * float(size.std()) / mean * math.sqrt(1 / num_known + 1 / novel)
-    rounded = (num_known + novel) * 0.29 / sample_rate / mean / math.sqrt(len(size.unique()))
+    rounded = (num_known + novel) * (0.5 / sample_rate - 0.5) / mean / math.sqrt(len(size.unique()))
     error = math.hypot(drawn, rounded)
     return max(num_known, num_known + novel - error), num_known + novel + error
 

@@ -102,7 +102,7 @@ class Args:
     kappa: float = 30.0  # concentration of the mixture that seeds the head's novel rows; not in the paper
     label_weight: float = 0.0  # rows a labelled row counts for in that mixture; 0: 1 / labeled_ratio (own table: at most 10)
     swaps: int = 300  # relocations of a novel centre that the seeding tries
-    no_class_sizes: bool = False  # the seeding takes no class sizes from how many rows of the known classes are labelled
+    no_class_sizes: bool = False  # seeding and --num_classes auto take no sizes from how many rows of a class are labelled
     no_cache: bool = False  # run the frozen trunk for every batch anew: slow, to compare with
     cache_gb: float = 8.0  # hidden states larger than this lie in a memory-mapped file in out/<run>/ while it runs
     device: str = "auto"  # cpu, cuda, or auto: cuda where there is one

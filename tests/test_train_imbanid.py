@@ -22,7 +22,7 @@ from make_lt_data import UserError, parse_args
 from pretrain import (
     appendix_e,
     class_means,
-    known_sizes,
+    class_sizes,
     mixture_score,
     mixture_step,
     seed_centres,
@@ -183,28 +183,36 @@ def test_a_known_class_does_not_take_in_a_new_one_that_its_labelled_rows_cannot_
     assert untold[40:].all(), "without it the new class is taken in"
 
 
-def test_labelled_rows_tell_the_size_of_their_class():
+def test_labelled_rows_tell_the_sizes_of_classes():
     label = torch.tensor([0] * 4 + [1] + [-1] * 30)
-    assert known_sizes(label, 2, 0.1).tolist() == [35.5, 5.5], "31 to 40 rows, 1 to 10"
-    assert known_sizes(label, 2, 1.0).tolist() == [4, 1], "all rows are labelled"
+    assert class_sizes(label, 2, 5, 0.1).tolist() == [35.5, 5.5], "31 to 40 rows, 1 to 10"
+    assert class_sizes(label, 2, 5, 1.0).tolist() == [4, 1], "all rows are labelled"
+    balanced = torch.cat([torch.arange(6).repeat(12), torch.full((8 * 120 - 72,), -1)])
+    assert class_sizes(balanced, 6, 8, 0.1).tolist() == [120] * 8, "12 labelled rows are 111 to 120"
+    assert class_sizes(balanced, 6, 6, 0.1).tolist() == [115.5] * 6, "there is no novel class"
+    assert class_sizes(balanced, 6, 7, 0.1).tolist() == [120] * 6 + [240], "one class too few"
+    one_more = class_sizes(torch.cat([balanced, torch.tensor([5])]), 6, 8, 0.1)
+    assert one_more.tolist()[:6] == [120] * 5 + [121], "13 are 121 to 130"
+    assert len(class_sizes(torch.cat([balanced, torch.tensor([5] * 5)]), 6, 8, 0.1)) == 6, "a long tail"
+    few = torch.cat([torch.arange(3).repeat(12), torch.full((60,), -1)])
+    assert len(class_sizes(few, 3, 8, 0.1)) == 3, "three classes may be of a size by chance"
 
 
 @pytest.mark.parametrize("seed", [0, 2])
 def test_novel_classes_of_balanced_data_are_expected_to_be_of_one_size(seed):
-    """Five classes of 40 rows, two known; two of the novel ones are close together and the third is wide enough to be split."""
+    """Seven classes of 40 rows, four known; two of the novel ones are close together, the third is wide enough to be split."""
     generator = torch.Generator().manual_seed(seed)
-    base = torch.nn.functional.normalize(torch.randn(5, 16, generator=generator), dim=1)
-    base[3] = torch.nn.functional.normalize(base[2] + 0.45 * base[3], dim=0)
-    truth, spread = torch.arange(5).repeat_interleave(40), torch.full((200, 1), 0.08)
-    spread[truth == 4] = 0.25
-    x = torch.nn.functional.normalize(base[truth] + spread * torch.randn(200, 16, generator=generator), dim=1)
-    label = torch.full((200,), -1)
-    label[:4], label[40:44] = 0, 1
-    apart = []
-    for rate in (0.1, 0.0):
-        found = (x @ seed_centres(x, label, 5, 2, 20.0, 10.0, 60, rate, seed=0).T).argmax(1)
-        apart.append(bool(found[truth == 2].mode()[0] != found[truth == 3].mode()[0]))
-    assert apart == [True, False]
+    base = torch.nn.functional.normalize(torch.randn(7, 16, generator=generator), dim=1)
+    base[5] = torch.nn.functional.normalize(base[4] + 0.45 * base[5], dim=0)
+    truth, spread = torch.arange(7).repeat_interleave(40), torch.full((280, 1), 0.08)
+    spread[truth == 6] = 0.25
+    x = torch.nn.functional.normalize(base[truth] + spread * torch.randn(280, 16, generator=generator), dim=1)
+    label = torch.full((280,), -1)
+    for k in range(4):
+        label[40 * k:40 * k + 4] = k
+    found = (x @ seed_centres(x, label, 7, 4, 20.0, 10.0, 60, 0.1, seed=0).T).argmax(1)
+    assert found[truth == 4].mode()[0] != found[truth == 5].mode()[0]
+    assert found[truth == 4].bincount().max() >= 35 and found[truth == 5].bincount().max() >= 35
 
 
 def test_class_means_of_an_empty_class_are_zero():
