@@ -528,7 +528,9 @@ def main(words):
     command, paths = (words or [""])[0], words[1:]
     if not words or command in ("mean", "keep") and not paths:
         raise UserError(USAGE)
-    if command == "mean":
+    if command in ("-h", "--help"):
+        print(f"{USAGE}\n\n{__doc__}")
+    elif command == "mean":
         print_mean(paths)
     elif command == "keep":
         Path("results").mkdir(exist_ok=True)

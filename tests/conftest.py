@@ -1,20 +1,24 @@
 """A tiny corpus and a tiny encoder, so that the real scripts run whole in seconds."""
+import contextlib
 import csv
 import multiprocessing
 import os
-import runpy
 import subprocess
 import sys
 import tempfile
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
+from forked import run_forked
 
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 os.environ["OMP_NUM_THREADS"] = "2"
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["predict", "figures", "train_imbanid", "transformers.models.bert.modeling_bert"])
+with contextlib.chdir(REPO):  # where it looks for them
+    forkserver.ensure_running()
 RAW = Path(os.environ.get("RAW_DIR") or REPO.parent / "shared" / "raw")
 
 
@@ -27,22 +31,6 @@ def write_tsv(path, rows):
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", encoding="utf-8", newline="") as f:
         csv.writer(f, delimiter="\t", lineterminator="\n").writerows(rows)
-
-
-def run_forked(stdout, stderr, cwd, words):
-    """In a process that has forked: a script as Python would start it, but for the imports, which take 3 to 4 seconds."""
-    for number, path in ((1, stdout), (2, stderr)):
-        with open(path, "wb") as f:
-            os.dup2(f.fileno(), number)
-    os.chdir(cwd)
-    if words[0] == "-m":
-        sys.path[0] = str(cwd)
-        sys.argv = words[1:]
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.path[0] = str(REPO)
-        sys.argv = words
-        runpy.run_path(words[0], run_name="__main__")
 
 
 def script(name, *flags, ok=True, nproc=None, env=None, cwd=REPO):
@@ -65,7 +53,7 @@ def script(name, *flags, ok=True, nproc=None, env=None, cwd=REPO):
             process.join(300)
             if process.is_alive():
                 process.kill()
-                raise subprocess.TimeoutExpired(words, 300)
+                raise subprocess.TimeoutExpired(words, 300, *(path.read_bytes() for path in said))
             done = subprocess.CompletedProcess(words, process.exitcode, *(path.read_text(encoding="utf-8") for path in said))
     if ok:
         assert done.returncode == 0, done.stdout + done.stderr

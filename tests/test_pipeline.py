@@ -58,6 +58,13 @@ def test_mean_and_keep(real_minilm_run, tmp_path):
     assert script("figures.py", "draw", ok=False).returncode == 2
 
 
+@pytest.mark.parametrize("name", ["make_lt_data.py", "pretrain.py", "train_imbanid.py", "predict.py", "figures.py"])
+def test_a_script_starts_by_itself(name):
+    """A new Python, where the other tests fork one that has imported everything: nothing but the help is said."""
+    done = script(name, "--help", env={"PYTHONWARNINGS": "default"})
+    assert not done.stderr and done.stdout.startswith(f"usage: {name}")
+
+
 @pytest.mark.parametrize("build", [results_table, ablation_table, settings_table, methods_table, transport_tables, speed_table])
 def test_readme_tables_are_the_ones_built_from_results(build):
     readme = (REPO / "README.md").read_text()
