@@ -71,8 +71,8 @@ def one_line_error(done, *words):
 
 @pytest.fixture(scope="session")
 def real_raw():
-    if not (RAW / "clinc" / "train.tsv").exists():
-        pytest.skip(f"the raw corpora are not in {RAW}: set RAW_DIR to their folder")
+    if not all((RAW / corpus / "train.tsv").exists() for corpus in ("clinc", "banking", "stackoverflow")):
+        pytest.skip(f"the raw corpora are not all in {RAW}: set RAW_DIR to their folder")
     return RAW
 
 
