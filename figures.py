@@ -124,7 +124,7 @@ def results_table(folder="results"):
 def ablation_table(folder="results"):
     """README's ablation table: ours (the paper's) for head, medium and tail at gamma 10, and ACC with a paired t-test.
 
-    Empty while results/ has no such run.
+    Empty while results/ has no ablation.
     """
     runs = {}
     for path in sorted(Path(folder).glob("*_g10_s*.json")):

@@ -195,7 +195,7 @@ def class_sizes(label, num_known, K, sample_rate):
     size = torch.maximum(most - 0.5 / sample_rate + 0.5, count)
     balanced = count.max() <= max(1.1 * count.min(), count.min() + 1)
     if K > num_known >= 4 and count.min() >= 3 and balanced:
-        size = torch.minimum(torch.maximum(most - 1 / sample_rate + 1, size.new_tensor(len(label) / K)), most)
+        size = torch.full_like(size, len(label) / K).clamp(most - 1 / sample_rate + 1, most)
         each = max(len(label) - float(size.sum()), K - num_known) / (K - num_known)
         size = torch.cat([size, size.new_full((K - num_known,), each)])
     return size

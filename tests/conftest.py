@@ -10,9 +10,8 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
-from forked import run_forked
+from forked import REPO, run_forked
 
-REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 os.environ["OMP_NUM_THREADS"] = "2"
 FORKS = multiprocessing.get_context("forkserver")
