@@ -55,8 +55,10 @@ def relaxed_ot(log_p, lambda1=0.05, lambda2=2.0, *, row=None, prior=None, penalt
     """
     log_p, alpha, prior, g, reduce = _check(log_p, lambda1, lambda2, row, prior, penalty, init, reduce)
     tol = tol if tol is not None else 1e-9 if log_p.dtype == torch.float64 else 1e-6
-    chunk_rows = chunk_rows or max(1, 2**16 // log_p.shape[1])  # what a core's cache holds
+    chunk_rows = chunk_rows or max(1, 2**18 // log_p.shape[1])  # 2 MB of float64: small beside the input, large beside a call
     alpha, prior, start, spread = _survey(log_p, alpha, prior, penalty, lambda1, chunk_rows, reduce)
+    if penalty == "kl":  # beta_j falls by e where g_j rises by lambda2, so that g stays within a few lambda2
+        start, spread = start * lambda2 / (lambda1 + lambda2), min(spread, 5 * lambda2)
     rungs = max(0, math.ceil(math.log(spread / 50 / lambda1, 4))) if init is None and spread > 0 else 0
     g = start if init is None else g
     problem = _SemiDual(log_p, alpha, prior, lambda1, lambda2, penalty, chunk_rows, reduce)
@@ -124,12 +126,15 @@ def _survey(log_p, alpha, prior, penalty, lambda1, chunk_rows, reduce):
     K = log_p.shape[1]
     sums = torch.zeros(4, K, dtype=torch.float64, device=log_p.device)
     faults = torch.zeros(2, dtype=torch.float64, device=log_p.device)
-    for part in log_p.split(chunk_rows):
+    for part in log_p.split(chunk_rows)[:len(log_p)]:  # no rows: none, instead of an empty one
         top = part.amax(1, keepdim=True).double()
         faults += torch.stack([(top.isnan() | top.isposinf()).sum(), top.isneginf().sum()])
         gap = top - part
-        usable = gap.isfinite()
-        sums[:3] += torch.stack([gap.where(usable, 0.0).sum(0), usable.sum(0), (gap < 50 * lambda1).sum(0)])
+        near, missing = gap.amin(0) < 50 * lambda1, torch.zeros(K, device=gap.device)
+        if gap.amax() == math.inf:
+            missing = (gap == math.inf).sum(0)
+            gap.masked_fill_(gap == math.inf, 0.0)
+        sums[:3] += torch.stack([gap.sum(0), len(part) - missing, near])
     sums[3, 0] = alpha.sum()
     faults, sums = reduce(torch.cat([faults, sums.flatten()])).split([2, 4 * K])
     total_gap, usable, near, (weight, *_) = sums.view(4, K)
@@ -222,7 +227,7 @@ class _SemiDual:
         w, chunks = self.near(g)
         shared = torch.zeros(len(g), len(g), dtype=torch.float64, device=g.device)  # Q^T S
         for alpha, S, _ in chunks:
-            S = S.float() * (alpha.sqrt() / (S @ w)).float()[:, None]
+            S = S.float().mul_((alpha.sqrt() / (S @ w)).float()[:, None])
             shared += S.T @ S
         # diag(q) - Q^T S is the Laplacian of the weights off the diagonal of Q^T S, since the rows of S sum to 1. Written
         # so, nothing cancels where rows are nearly one-hot, and float32 products give each entry to seven digits.
@@ -237,9 +242,10 @@ class _SemiDual:
         return found
 
     def plan(self, g):
+        w, chunks = self.near(g)
         plan = torch.empty_like(self.log_p, dtype=torch.promote_types(self.log_p.dtype, torch.float32))
-        for i, (alpha, S, _) in enumerate(self.chunks(g)):
-            torch.mul(alpha[:, None], S, out=plan[i * self.chunk_rows:i * self.chunk_rows + len(S)])
+        for i, (alpha, S, _) in enumerate(chunks):
+            torch.mul((alpha / (S @ w))[:, None], S * w, out=plan[i * self.chunk_rows:i * self.chunk_rows + len(S)])
         return plan
 
 
@@ -267,21 +273,27 @@ def _newton(problem, g, tol, max_iter, rungs):
 
 
 def _newton_at(problem, g, tol, max_iter):
-    """At most max_iter Newton steps at one lambda1. Returns (g, steps, residual)."""
+    """At most max_iter Newton steps at one lambda1. Returns (g, steps, residual).
+
+    The Hessian is K times the work of all else, so one that has just brought the residual down tenfold serves again.
+    """
     value, q, beta = problem.value_and_sums(g)
+    before = 0.0
     slack = 1e-12 * (float(value.abs()) + problem.lambda1) + 1e-14 * problem.lambda2  # the digits that the value has
     for n_iter in range(max_iter + 1):
         grad = beta - q
         residual = float(grad.abs().sum())
         if residual <= tol or n_iter == max_iter:
             return g, n_iter, residual
-        # The constant shift of g is the one flat direction; a rank-one term along it makes the system definite. The
-        # small diagonal term is for columns that no row comes near, where the dual is flat to the last digit.
-        system = problem.curvature(g, beta)
-        largest = system.diagonal().max()
-        system += largest / len(g)
-        system.diagonal().add_(1e-13 * largest + 1e-12 * residual)
-        factor, failed = torch.linalg.cholesky_ex(system)
+        if not residual < 0.1 * before:
+            # The constant shift of g is the one flat direction; a rank-one term along it makes the system definite. The
+            # small diagonal term is for columns that no row comes near, where the dual is flat to the last digit.
+            system = problem.curvature(g, beta)
+            largest = system.diagonal().max()
+            system += largest / len(g)
+            system.diagonal().add_(1e-13 * largest + 1e-12 * residual)
+            factor, failed = torch.linalg.cholesky_ex(system)
+        before = residual
         if failed:  # flat to the last digit in more directions: step along the others
             values, vectors = torch.linalg.eigh(system)
             step = vectors @ ((vectors.T @ grad) / values.clamp_min(1e-12 * values[-1] + 1e-300))
