@@ -166,7 +166,8 @@ def method_title(run):
 def methods_table(folder="results"):
     """README's table of the compared methods, on the seeds that all of them have for a corpus and gamma; empty without them.
 
-    ImbaNID's row ends with a paired t-test of its ACC against the other row with the best one.
+    Where ImbaNID has more seeds than that, the methods that have these too follow once more. ImbaNID's row has a paired
+    t-test of its ACC against the best other row.
     """
     found = {}
     for path in sorted(Path(folder).glob("*_g*_s*.json")):
@@ -176,27 +177,35 @@ def methods_table(folder="results"):
             cell.setdefault(method_title(run), {})[run["seed"]] = run
     rows = []
     for key in sorted(found, key=lambda key: (list(CORPORA).index(key[0]), key[1:])):
-        by_method = found[key]
-        seeds = sorted(set.intersection(*(set(runs) for runs in by_method.values())))
-        if len(by_method) == 1 or not seeds:
-            continue
-        acc = {method: np.array([runs[seed]["test"]["ACC"] for seed in seeds]) for method, runs in by_method.items()}
-        best = max((title for title in acc if title != "ImbaNID"), key=lambda title: acc[title].mean())
-        order = list(METHODS)
-        for title in sorted(by_method, key=lambda t: (order.index(by_method[t][seeds[0]]["method"]), t)):
-            runs = [by_method[title][seed] for seed in seeds]
-            epochs = runs[0]["epochs"]
-            epochs = [*epochs.values()] if isinstance(epochs, dict) else [runs[0]["config"]["pretrain"]["epochs"], epochs]
-            cells = [CORPORA[key[0]][0], f"{key[1]:g}", title, " ".join(map(str, seeds))]
-            cells += [f"{spread(runs, 'test')[c][0]:.2f}" for c in ("ACC", "NMI", "ARI", "known", "novel")]
-            cells += [f"{spread(runs, 'test_kmeans')['ACC'][0]:.2f}", " + ".join(map(str, epochs)),
-                      f"{np.mean([sum(run['seconds'].values()) for run in runs]):.0f}"]
-            if title == "ImbaNID" and len(seeds) > 1 and (acc[title] != acc[best]).any():
-                cells[4] += f" (p {ttest_rel(acc[title], acc[best]).pvalue:.2g} against {best})"
-            rows.append(cells)
+        shared = set.intersection(*(set(runs) for runs in found[key].values()))
+        ours = set(found[key].get("ImbaNID", ()))
+        for seeds in (shared, ours) if ours > shared else (shared,):
+            by_method = {title: runs for title, runs in found[key].items() if runs.keys() >= seeds}
+            if seeds and len(by_method) > 1:
+                rows += methods_rows(key, sorted(seeds), by_method)
     columns = ("corpus", "gamma", "method", "seeds", "ACC (C)", "NMI (C)", "ARI (C)", "known (C)", "novel (C)", "ACC (T)",
                "epochs", "seconds")
     return markdown(columns, rows) if rows else ""
+
+
+def methods_rows(key, seeds, by_method):
+    """Rows of methods_table: means over the seeds. key: (dataset, gamma, encoder). by_method: {title: {seed: run}}."""
+    rows = []
+    acc = {method: np.array([runs[seed]["test"]["ACC"] for seed in seeds]) for method, runs in by_method.items()}
+    best = max((title for title in acc if title != "ImbaNID"), key=lambda title: acc[title].mean())
+    order = list(METHODS)
+    for title in sorted(by_method, key=lambda t: (order.index(by_method[t][seeds[0]]["method"]), t)):
+        runs = [by_method[title][seed] for seed in seeds]
+        epochs = runs[0]["epochs"]
+        epochs = [*epochs.values()] if isinstance(epochs, dict) else [runs[0]["config"]["pretrain"]["epochs"], epochs]
+        cells = [CORPORA[key[0]][0], f"{key[1]:g}", title, " ".join(map(str, seeds))]
+        cells += [f"{spread(runs, 'test')[c][0]:.2f}" for c in ("ACC", "NMI", "ARI", "known", "novel")]
+        cells += [f"{spread(runs, 'test_kmeans')['ACC'][0]:.2f}", " + ".join(map(str, epochs)),
+                  f"{np.mean([sum(run['seconds'].values()) for run in runs]):.0f}"]
+        if title == "ImbaNID" and len(seeds) > 1 and (acc[title] != acc[best]).any():
+            cells[4] += f" (p {ttest_rel(acc[title], acc[best]).pvalue:.2g} against {best})"
+        rows.append(cells)
+    return rows
 
 
 def settings_table(folder="results"):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from conftest import REPO, one_line_error, script
 from matplotlib.image import imread
+from scipy.stats import ttest_rel
 
 import figures
 from make_lt_data import UserError, run_name
@@ -214,6 +215,21 @@ def test_a_setting_is_tabled_on_the_seeds_that_all_its_values_have(tmp_path):
     found = [line.split(" | ")[:6] for line in figures.settings_table(tmp_path).splitlines()[2:]]
     head = ["| omega", "demo-LT, gamma 4"]
     assert found == [[*head, "0.1", "6", "1", "60.00"], [*head, "0.5", "6", "1", "70.00"]]
+
+
+def test_methods_are_compared_on_the_seeds_they_share_and_on_all_that_imbanid_has(tmp_path):
+    for seed, ours, kmeans in ((0, 80, 60), (1, 70, 64), (2, 75, 62)):
+        results = figures.read_results(make_run(tmp_path, seed))
+        results |= {"test_kmeans": SCORES, "epochs": 3}
+        results["config"] |= {"pretrain": {"epochs": 30}, "features": "raw", "semi_supervised": False}
+        for method, acc in (("imbanid", ours), ("kmeans", kmeans), *[("gcd", 70)] * (seed == 0)):
+            figures.write_atomic(tmp_path / f"demo_g4_s{seed}_{method}.json",
+                                 json.dumps(results | {"method": method, "test": SCORES | {"ACC": acc}}))
+    found = [line.strip("| ").split(" | ")[2:5] for line in figures.methods_table(tmp_path).splitlines()[2:]]
+    p = ttest_rel((80, 70, 75), (60, 64, 62)).pvalue
+    assert found == [["k-means, raw features", "0", "60.00"], ["GCD", "0", "70.00"], ["ImbaNID", "0", "80.00"],
+                     ["k-means, raw features", "0 1 2", "62.00"],
+                     ["ImbaNID", "0 1 2", f"75.00 (p {p:.2g} against k-means, raw features)"]]
 
 
 def test_confusion_counts_the_matched_classes(tmp_path):

@@ -507,7 +507,7 @@ def test_early_stopping_keeps_the_best_epoch(tiny_run, tiny_encoder, tmp_path):
     (["--num_classes", "many"], ["num_classes"]), (["--pseudo_label", "uot"], ["uot"]), (["--tau", "0"], ["tau"]),
     (["--device", "tpu"], ["tpu"]), (["--dtype", "int8"], ["int8"]), (["--epochs", "0"], ["epochs"]),
     (["--what"], ["--what"]), (["--lambda2", "-1"], ["lambda2"]), (["--lambda1", "inf"], ["lambda1"]), (["--mu", "1"], ["mu"]),
-    (["--tag", "a/b"], ["tag"])])
+    (["--tag", "a/b"], ["tag"]), (["--tag", "gcd"], ["--tag gcd"])])
 def test_bad_flags(tiny_run, flags, words):
     with pytest.raises(UserError) as said:
         train_imbanid.main(parse_args(train_imbanid.Args, [*map(str, tiny_run[0]), "--tag", "bad", *flags]))
