@@ -164,10 +164,10 @@ def method_title(run):
 
 
 def methods_table(folder="results"):
-    """README's table of the compared methods, on the seeds that all of them have for a corpus and gamma; empty without them.
+    """README's table of the compared methods, on the seeds that all of them have for a corpus and gamma.
 
     Where ImbaNID has more seeds than that, the methods that have these too follow once more. ImbaNID's row has a paired
-    t-test of its ACC against the best other row.
+    t-test of its ACC against the best other row. Empty where nothing can be compared.
     """
     found = {}
     for path in sorted(Path(folder).glob("*_g*_s*.json")):
@@ -265,7 +265,10 @@ def speed_table(folder="results"):
              *(f"{found[side][stage]['seconds']:.0f} s, {found[side][stage]['rows_per_second']:.0f} rows/s, "
                f"{found[side][stage]['peak_memory_mb'] / 1000:.1f} GB" for stage in ("pretrain", "train"))]
             for title, side in (("default", "fast"), ("--no_cache --dtype float32", "slow"))]
-    return markdown(["clinc, gamma 10, minilm", "seconds, both stages", "pretrain.py", "train_imbanid.py"], rows)
+    processes = [[P, f"{row['seconds_an_epoch']:.1f}", f"{row['peak_memory_mb'] / 1000:.1f}"]
+                 for P, row in found["processes"].items()]
+    return (markdown(["clinc, gamma 10, minilm", "seconds, both stages", "pretrain.py", "train_imbanid.py"], rows) + "\n\n"
+            + markdown(["processes of train_imbanid.py", "seconds an epoch", "GB in the largest"], processes))
 
 
 # ---- pictures, a function each; what draws them is imported where it is used, so that the tables start at once ----

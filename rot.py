@@ -20,7 +20,7 @@ printed derivatives hold.
 
 Solver "newton" works on the semi-dual. The row constraint removes f: Q_ij = alpha_i softmax_j((log P_ij + g_j) / lambda1),
 which leaves a concave function of the K numbers g with gradient beta(g) - Q^T 1 and a K x K Hessian, both sums over
-rows: one pass over log P a step, in chunks, over any number of processes. Solver "sinkhorn" is the paper's Algorithm 1.
+rows: a few passes over log P a step, in chunks, over any number of processes. Solver "sinkhorn" is the paper's Algorithm 1.
 """
 import math
 import warnings
@@ -57,7 +57,7 @@ def relaxed_ot(log_p, lambda1=0.05, lambda2=2.0, *, row=None, prior=None, penalt
     tol = tol if tol is not None else 1e-9 if log_p.dtype == torch.float64 else 1e-6
     chunk_rows = chunk_rows or max(1, 2**18 // log_p.shape[1])  # 2 MB of float64: small beside the input, large beside a call
     alpha, prior, start, spread = _survey(log_p, alpha, prior, penalty, lambda1, chunk_rows, reduce)
-    if penalty == "kl":  # beta_j falls by e where g_j rises by lambda2, so that g stays within a few lambda2
+    if penalty == "kl":  # a far column rests where -g / lambda2 = (g - gap) / lambda1, one with a share within a few lambda2
         start, spread = start * lambda2 / (lambda1 + lambda2), min(spread, 5 * lambda2)
     rungs = max(0, math.ceil(math.log(spread / 50 / lambda1, 4))) if init is None and spread > 0 else 0
     g = start if init is None else g
@@ -126,7 +126,8 @@ def _survey(log_p, alpha, prior, penalty, lambda1, chunk_rows, reduce):
     K = log_p.shape[1]
     sums = torch.zeros(4, K, dtype=torch.float64, device=log_p.device)
     faults = torch.zeros(2, dtype=torch.float64, device=log_p.device)
-    for part in log_p.split(chunk_rows)[:len(log_p)]:  # no rows: none, instead of an empty one
+    for i in range(0, len(log_p), chunk_rows):
+        part = log_p[i:i + chunk_rows]
         top = part.amax(1, keepdim=True).double()
         faults += torch.stack([(top.isnan() | top.isposinf()).sum(), top.isneginf().sum()])
         gap = top - part
@@ -230,8 +231,9 @@ class _SemiDual:
             S = S.float().mul_((alpha.sqrt() / (S @ w)).float()[:, None])
             shared += S.T @ S
         # diag(q) - Q^T S is the Laplacian of the weights off the diagonal of Q^T S, since the rows of S sum to 1. Written
-        # so, nothing cancels where rows are nearly one-hot, and float32 products give each entry to seven digits.
-        found = self.reduce(shared * torch.outer(w, w)).fill_diagonal_(0).neg_()
+        # so, nothing cancels where rows are nearly one-hot, and float32 products give each entry to seven digits. They are
+        # not symmetric to the last one, and unless that is mended it is not positive along columns that no row comes near.
+        found = self.reduce((shared + shared.T) * torch.outer(w, w / 2)).fill_diagonal_(0).neg_()
         found.diagonal().sub_(found.sum(1))
         found /= self.lambda1
         if self.penalty == "kl":
@@ -245,7 +247,8 @@ class _SemiDual:
         w, chunks = self.near(g)
         plan = torch.empty_like(self.log_p, dtype=torch.promote_types(self.log_p.dtype, torch.float32))
         for i, (alpha, S, _) in enumerate(chunks):
-            torch.mul((alpha / (S @ w))[:, None], S * w, out=plan[i * self.chunk_rows:i * self.chunk_rows + len(S)])
+            Q = S * w
+            torch.mul((alpha / Q.sum(1))[:, None], Q, out=plan[i * self.chunk_rows:i * self.chunk_rows + len(Q)])
         return plan
 
 
@@ -275,7 +278,7 @@ def _newton(problem, g, tol, max_iter, rungs):
 def _newton_at(problem, g, tol, max_iter):
     """At most max_iter Newton steps at one lambda1. Returns (g, steps, residual).
 
-    The Hessian is K times the work of all else, so one whose step has brought the residual down thirtyfold serves again.
+    The Hessian is most of the work, so one whose step has brought the residual down thirtyfold serves again.
     """
     value, q, beta = problem.value_and_sums(g)
     before = 0.0
@@ -299,21 +302,22 @@ def _newton_at(problem, g, tol, max_iter):
             step = vectors @ ((vectors.T @ grad) / values.clamp_min(1e-12 * values[-1] + 1e-300))
         else:
             step = torch.cholesky_solve(grad[:, None], factor)[:, 0]
-        # Softmax rows saturate a few lambda1 away, so that longer steps overshoot: single columns are kept from them.
-        step -= step.mean()
+        # Rows saturate a few lambda1 away, where longer steps overshoot: no column goes further than four, or a tenth of the
+        # longest step. Laplacians are all the Hessian is made of, and with them a clamped step ascends still.
+        step -= step.median()
         most = max(4 * problem.lambda1, float(step.abs().max()) / 10)
         step.clamp_(-most, most)
-        slope, t = (grad @ step).clamp_min(0), 1.0
+        slope, t = grad @ step, 1.0
         while True:
             trial = g + t * step
             new = problem.value_and_sums(trial)
             # The value decides, but close to the optimum, where its digits run out, the residual does.
             smaller = (new[2] - new[1]).abs().sum() <= (1 - 0.1 * t) * residual
-            if new[0] >= value + 1e-4 * t * slope or (smaller and new[0] >= value - slack):
+            if slope > 0 and new[0] >= value + 1e-4 * t * slope or smaller and new[0] >= value - slack:
                 break
             t /= 4
             if t < 1e-9:  # the direction is worth nothing; a sweep still ascends
-                trial = _sweep(problem, g, q, beta)
+                trial, before = _sweep(problem, g, q, beta), 0.0
                 new = problem.value_and_sums(trial)
                 break
         g, (value, q, beta) = trial, new

@@ -366,7 +366,7 @@ def check_flags(args):
     if not 0 < args.mu < 1:
         raise UserError(f"--mu {args.mu} must be between 0 and 1")
     check_tag(args)
-    if (Path(__file__).parent / "baselines" / f"{args.tag}.py").exists():
+    if args.tag != "shared" and (Path(__file__).parent / "baselines" / f"{args.tag}.py").exists():
         raise UserError(f"--tag {args.tag}: out/<run>_{args.tag}/ belongs to the compared method: choose another")
 
 

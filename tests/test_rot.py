@@ -141,6 +141,8 @@ def test_survives(change, penalty):
     assert torch.equal(log_p, before), "the input was written to"
     assert r.converged and r.plan.isfinite().all() and (r.plan >= 0).all()
     assert (r.plan.sum(0) - r.beta).abs().sum() < 1e-8
+    parts = relaxed_ot(log_p, 0.05, 2.0, penalty=penalty, chunk_rows=7)
+    assert parts.converged and torch.allclose(parts.plan, r.plan, atol=1e-8)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -152,8 +154,26 @@ def test_low_precision_input_is_solved_in_high_precision(dtype):
 
 @pytest.mark.parametrize("lambda1,lambda2", [(1e-3, 2.0), (1e-4, 2.0), (1e-4, 1e-3), (1e-4, 1e6), (0.05, 1e-3), (0.05, 1e6),
                                             (0.01, 100.0), (10.0, 2.0)])
-def test_extreme_weights_converge(lambda1, lambda2):
-    assert relaxed_ot(scores(300, 12, seed=9), lambda1, lambda2).converged
+@pytest.mark.parametrize("penalty", ["reverse_kl", "kl"])
+def test_extreme_weights_converge(lambda1, lambda2, penalty):
+    assert relaxed_ot(scores(300, 12, seed=9), lambda1, lambda2, penalty=penalty).converged
+
+
+@pytest.mark.parametrize("far", [1, 4])
+def test_columns_that_start_far_off_come_back_in_few_steps(far):
+    log_p = scores(600, 8, seed=12)
+    settled = relaxed_ot(log_p)
+    init = settled.potential.clone()
+    init[:far] += 20.0  # 400 lambda1
+    r = relaxed_ot(log_p, init=init)
+    assert r.n_iter <= 22 and torch.allclose(r.beta, settled.beta, atol=1e-8)
+
+
+def test_a_hessian_that_served_well_serves_again(monkeypatch):
+    found, curvature = [], rot._SemiDual.curvature
+    monkeypatch.setattr(rot._SemiDual, "curvature", lambda *args: found.append(1) or curvature(*args))
+    r = relaxed_ot(scores(600, 30, seed=12))
+    assert r.converged and 2 <= len(found) < r.n_iter
 
 
 @pytest.mark.parametrize("kwargs,name", [
