@@ -252,16 +252,19 @@ class Encoder(nn.Module):
         self._word[ids] = torch.arange(len(ids), device=self.device)
 
     def mlm_loss(self, hidden, rows, target):
-        """Mean masked-language-modelling loss of rows (B,). target: Packed int64 ids, -100 where nothing is predicted."""
+        """Mean masked-language-modelling loss of rows (B,), and over how many tokens.
+
+        target: Packed int64 ids, -100 where nothing is predicted.
+        """
         states, wanted = zip(*((states, ids) for _, states, _, ids in self.last_layer_out(hidden, rows, target)))
         wanted = torch.cat(wanted)
         if len(wanted) == 0:
-            return torch.zeros((), device=self.device)
+            return torch.zeros((), device=self.device), 0
         with self.autocast():
             logits = torch.cat(states)
             for part in self.mlm_head:
                 logits = part(logits)
-        return nn.functional.cross_entropy(logits.float(), wanted if self._word is None else self._word[wanted])
+        return nn.functional.cross_entropy(logits.float(), wanted if self._word is None else self._word[wanted]), len(wanted)
 
     def special(self, tokens):
         """bool (T,): [CLS], [SEP] and the like, which no augmentation may touch."""

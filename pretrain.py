@@ -5,12 +5,14 @@ Writes  out/<run>/pretrain.pt     last_layer, mlm_head, the known-class classifi
         out/<run>/pretrain_part.pt while it runs: a killed run goes on from its last epoch
 
     python pretrain.py --dataset clinc --gamma 10 --seed 0 --encoder minilm
+    torchrun --nproc_per_node 4 pretrain.py --dataset clinc --gamma 10 --seed 0
 
 L_p = cross-entropy on the labelled rows + masked language modelling on all rows (Eq. 2). Only the last transformer layer
 and the heads train. The best epoch on dev, which holds known classes only, is kept.
 """
 import hashlib
 import math
+import os
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -18,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from sklearn.cluster import KMeans
 from sklearn.metrics import silhouette_score
 from torch import nn
@@ -424,37 +427,111 @@ def kmeans_rows(raw, pretrained, label, K, num_known, seed):
     return np.stack([nearest(raw, plain[0]), nearest(raw, held), nearest(pretrained, plain[1])])
 
 
+# ---- torchrun: process `rank` of `world` holds training rows rank::world; process 0 also dev, test and the files ----
+
+def start_processes(device_name):
+    """(rank, world size, device) from torchrun's environment; one process without it."""
+    device = pick_device(device_name)
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if world == 1:
+        return 0, 1, device
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ["LOCAL_WORLD_SIZE"])))
+    # torchrun --max_restarts keeps its store: without a prefix the new processes could read addresses of the dead ones.
+    store, rank, world = next(dist.rendezvous("env://"))
+    store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=world)
+    return rank, world, device
+
+
+def sum_over_ranks(x):
+    """x summed over processes; x itself on one."""
+    if dist.is_initialized():
+        dist.all_reduce(x)
+    return x
+
+
+def gather_rows(x, N):
+    """The (N, ...) tensor of all rows, on every process, of which this one holds rows rank::world as x."""
+    if not dist.is_initialized():
+        return x
+    world, rank = dist.get_world_size(), dist.get_rank()
+    whole = torch.zeros(N, *x.shape[1:], dtype=x.dtype, device=x.device)
+    whole[rank::world] = x
+    return sum_over_ranks(whole)
+
+
+def check_same_epoch(epoch, folder, world, device):
+    """UserError where the processes did not find the same checkpoint."""
+    if int(sum_over_ranks(torch.tensor(epoch, device=device))) != world * epoch:
+        raise UserError(f"the processes found different checkpoints: every node needs the same {folder}/ (a shared disk)")
+
+
+def on_all_processes(device_name, work):
+    """work(rank, world, device) on each of torchrun's processes, which end here; on the only one without torchrun."""
+    rank, world, device = start_processes(device_name)
+    try:
+        work(rank, world, device)
+    except RuntimeError as err:
+        if world == 1 or not any(word in str(err) for word in ("onnection", "NCCL", "peer", "imed out")):
+            raise
+        raise UserError("another process died: the same command goes on from the last finished epoch") from None
+    if world > 1:
+        dist.barrier()  # process 0 is still writing: a process that left would look like a failure to torchrun
+        dist.destroy_process_group()
+        sys.stdout.flush()
+        os._exit(0)  # gloo's threads now and then abort a process that tears itself down
+
+
+def joint_step(loss, optimizer, where, rows):
+    """An optimizer step with the gradients of all processes' shares of the loss summed, and clipped to 1.0.
+
+    where and rows (this process's training rows of the batch) are for the UserError of a gradient that is not finite.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    optimizer.zero_grad()
+    if loss.requires_grad:  # a process may have no row in a batch
+        loss.backward()
+    flat = sum_over_ranks(torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters]))
+    if not torch.isfinite(flat).all():
+        raise UserError(f"a gradient is not finite in {where}, at lr {optimizer.param_groups[0]['lr']:.1e}, training rows "
+                        f"{rows.tolist()}: try a smaller --lr or --dtype float32; the last finished epoch is saved")
+    for p, g in zip(parameters, flat.split([p.numel() for p in parameters])):
+        p.grad = g.view_as(p)
+    nn.utils.clip_grad_norm_(parameters, 1.0)
+    optimizer.step()
+
+
 # ---- pre-training ----
 
-def train_epoch(encoder, classifier, optimizer, hidden, masked, target, label, args, epoch):
+def train_epoch(encoder, classifier, optimizer, hidden, masked, target, label, args, epoch, rank, world):
     """One pass over all rows in random order, a labelled batch beside every batch. Returns mean CE and mean MLM loss.
 
-    Without a labelled row there is no cross-entropy.
+    hidden, masked, target: this process's rows. label (N,): of all. Every process draws the same batches and computes the
+    share of its own rows. Without a labelled row there is no cross-entropy.
     """
-    generator = seed_epoch(args.seed, epoch)
+    generator = seed_epoch(args.seed, epoch, rank)
     encoder.train()
     labelled = torch.where(label >= 0)[0]
-    batches = torch.randperm(len(hidden), generator=generator).to(encoder.device).split(args.batch_size)
-    sums = torch.zeros(2)
+    batches = torch.randperm(len(label), generator=generator).to(encoder.device).split(args.batch_size)
+    sums = torch.zeros(2, device=encoder.device)
     for step, rows in enumerate(batches, 1):
-        drawn, ce, mlm = rows[:0], *torch.zeros(2, device=encoder.device)
+        rows, drawn, ce, mlm = rows[rows % world == rank], rows[:0], *torch.zeros(2, device=encoder.device)
         if len(labelled):
             drawn = labelled[torch.randint(len(labelled), (min(args.labeled_batch_size, len(labelled)),), generator=generator)]
-            z = normalize(encoder.features(hidden, drawn), dim=1)
-            ce = cross_entropy(z @ normalize(classifier, dim=1).T / args.temperature, label[drawn])
+            most, drawn = len(drawn), drawn[drawn % world == rank]
+            if len(drawn):
+                z = normalize(encoder.features(hidden, drawn // world), dim=1)
+                ce = cross_entropy(z @ normalize(classifier, dim=1).T / args.temperature, label[drawn]) * (len(drawn) / most)
         if not args.no_mlm:
-            mlm = encoder.mlm_loss(masked, rows, target)
-        loss = ce + mlm
-        if not torch.isfinite(loss):
-            raise UserError(f"the loss is {loss.item()} in epoch {epoch}, step {step} of {len(batches)}, at lr {args.lr}, "
-                            f"training rows {sorted({*rows.tolist(), *drawn.tolist()})}: try a smaller --lr or --dtype "
-                            "float32; the last finished epoch is saved")
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 1.0)
-        optimizer.step()
-        sums += torch.stack([ce.detach(), mlm.detach()]).cpu()
-    return (sums / len(batches)).tolist()
+            mlm, tokens = encoder.mlm_loss(masked, rows // world, target)
+            mlm = mlm * (tokens / max(1, int(sum_over_ranks(torch.tensor(tokens, device=encoder.device)))))
+        joint_step(ce + mlm, optimizer, f"epoch {epoch}, step {step} of {len(batches)}", torch.cat([rows, drawn]).unique())
+        sums += torch.stack([ce.detach(), mlm.detach()])
+    return (sum_over_ranks(sums) / len(batches)).tolist()
 
 
 def dev_result(encoder, classifier, hidden, label, temperature):
@@ -476,26 +553,35 @@ def main(args):
     device = pick_device(args.device)
     dtype = pick_dtype(args.dtype, device)
     config = settings(args) | {"dataset": meta["dataset"], "data": data_fingerprint(data), "dtype": str(dtype).split(".")[1]}
-    done, part = out / "pretrain.pt", out / "pretrain_part.pt"
+    done = out / "pretrain.pt"
     found = load_checkpoint(done)
     if found and same_config(found["config"], config, done, args.restart):
-        print(f"{done} is there already, made with the same settings (dev accuracy {found['dev_accuracy']:.2f}): skipped")
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{done} is there already, made with the same settings (dev accuracy {found['dev_accuracy']:.2f}): skipped")
         return
+    on_all_processes(args.device, lambda *where: train(args, texts, labels, meta, config, dtype, out, *where))
 
-    start = time.time()
+
+def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
+    """From the texts to pretrain.pt."""
+    done, part = out / "pretrain.pt", out / "pretrain_part.pt"
+    start, N = time.time(), len(labels["train"])
+    torch.manual_seed(args.seed)  # minilm comes without a language-model head: it is drawn
     encoder = Encoder(args.encoder, args.max_length, device, dtype, not args.no_cache, args.cache_gb, out)
     tokens = {split: encoder.tokenize(texts[split]) for split in ("train", "dev")}
     long, unknown = tokens["train"].lengths >= args.max_length, tokens["train"].values == encoder.tokenizer.unk_token_id
-    if long.any():
+    if long.any() and rank == 0:
         print(f"{int(long.sum())} text(s) of {args.max_length} tokens or more: read up to there (--max_length)")
-    if unknown.float().mean() > 0.05:
+    if unknown.float().mean() > 0.05 and rank == 0:
         print(f"{100 * float(unknown.float().mean()):.0f} % of the tokens are unknown to --encoder {args.encoder}: another one "
               "may suit these texts better")
     encoder.limit_vocabulary(tokens["train"])
-    hidden = {split: encoder.cache(tokens[split], f"reading {split}") for split in tokens}
-    label = torch.from_numpy(labels["train"]).to(device)
-    dev_label = torch.from_numpy(labels["dev"]).to(device)
-    classifier = nn.Parameter(class_means(normalize(encoder.all_features(hidden["train"]), dim=1), label, meta["num_known"]))
+    tokens["train"] = tokens["train"].take(torch.arange(rank, N, world, device=device))
+    hidden = {split: encoder.cache(tokens[split], f"reading {split}" if rank == 0 else None)
+              for split in tokens if rank == 0 or split == "train"}
+    label, dev_label = (torch.from_numpy(labels[split]).to(device) for split in ("train", "dev"))
+    z = gather_rows(normalize(encoder.all_features(hidden["train"]), dim=1), N)
+    classifier = nn.Parameter(class_means(z, label, meta["num_known"]))
     layer = list(encoder.last_layer.parameters())
     heads = [classifier] + [p for p in encoder.mlm_head.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW([{"params": layer, "lr": args.lr}, {"params": heads, "lr": args.head_lr}], weight_decay=0.01)
@@ -504,7 +590,7 @@ def main(args):
         return {"last_layer": trained_state(encoder.last_layer), "mlm_head": trained_state(encoder.mlm_head),
                 "classifier": classifier.detach().cpu().clone()}
 
-    epochs = min(args.epochs, math.ceil(args.max_steps / math.ceil(len(label) / args.batch_size)))
+    epochs = min(args.epochs, math.ceil(args.max_steps / math.ceil(N / args.batch_size)))
     epoch, log, best = 0, [], {"epoch": 0}
     found = load_checkpoint(part)
     if found and same_config(found["config"], config, part, args.restart):
@@ -514,28 +600,36 @@ def main(args):
         optimizer.load_state_dict(found["optimizer"])
         epoch, log, best = found["epoch"], found["log"], found["best"]
         start -= found["seconds"]
-        print(f"resuming {part} after epoch {epoch}")
+        if rank == 0:
+            print(f"resuming {part} after epoch {epoch}")
+    check_same_epoch(epoch, out, world, device)
 
     out.mkdir(parents=True, exist_ok=True)
     masked = target = None
-    with tqdm(total=epochs, initial=epoch, desc="pre-training", disable=not sys.stderr.isatty()) as bar:
+    with tqdm(total=epochs, initial=epoch, desc="pre-training", disable=rank > 0 or not sys.stderr.isatty()) as bar:
         while epoch < epochs and epoch - best["epoch"] < args.patience:
             if not args.no_mlm and (masked is None or epoch % args.mask_epochs == 0):
-                drawing = torch.Generator().manual_seed(args.seed + 7919 * (epoch // args.mask_epochs + 1))
+                drawing = torch.Generator().manual_seed(args.seed + 7919 * (epoch // args.mask_epochs + 1) + 104729 * rank)
                 masked, target = encoder.mask_tokens(tokens["train"], drawing)
                 masked = encoder.cache(masked)
             epoch += 1
-            ce, mlm = train_epoch(encoder, classifier, optimizer, hidden["train"], masked, target, label, args, epoch)
-            loss, accuracy = dev_result(encoder, classifier, hidden["dev"], dev_label, args.temperature)
+            ce, mlm = train_epoch(encoder, classifier, optimizer, hidden["train"], masked, target, label, args, epoch,
+                                  rank, world)
+            found = dev_result(encoder, classifier, hidden["dev"], dev_label, args.temperature) if rank == 0 else (0.0, 0.0)
+            loss, accuracy = sum_over_ranks(torch.tensor(found, dtype=torch.float64, device=device)).tolist()
             log.append({"epoch": epoch, "ce": ce, "mlm": mlm, "dev_loss": loss, "dev_accuracy": accuracy})
             better = best["epoch"] == 0 or len(dev_label) == 0 or (
                 loss < best["dev_loss"] if args.select == "loss" else accuracy > best["dev_accuracy"])
             if better:
                 best = {**state(), **log[-1]}
+            if rank > 0:
+                continue
             save_checkpoint(part, **state(), optimizer=optimizer.state_dict(), epoch=epoch, log=log, best=best, config=config,
                             seconds=time.time() - start)
             bar.update()
             bar.set_postfix(dev=f"{accuracy:.2f}", best=f"{best['dev_accuracy']:.2f}")
+    if rank > 0:
+        return
     seconds = time.time() - start
     save_checkpoint(done, **best, config=config, log=log, seconds=seconds)
     part.unlink(missing_ok=True)

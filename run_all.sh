@@ -75,7 +75,7 @@ for seed in $seeds; do
     # raw corpus or table -> data/<run>/
     python make_lt_data.py "${task[@]}" --raw_dir "$raw" ${make[@]+"${make[@]}"}
     # data/<run>/ -> out/<run>/pretrain.pt
-    if [ "$method" = imbanid ]; then python pretrain.py "${task[@]}" --encoder "$encoder"; fi  # a compared method runs it if it needs it
+    if [ "$method" = imbanid ]; then "${launch[@]}" pretrain.py "${task[@]}" --encoder "$encoder"; fi  # a compared method runs it if it needs it
     # data/<run>/ and out/<run>/pretrain.pt -> out/<run>/results.json and what belongs to it
     "${launch[@]}" "${stage[@]}" "${task[@]}" ${train[@]+"${train[@]}"}
     run=$(python -c "import sys, make_lt_data as m; print(m.run_name(sys.argv[1], float('$gamma'), $seed, float('${KNOWN_RATIO:-0.75}')))" "$dataset")

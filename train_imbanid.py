@@ -49,17 +49,21 @@ from make_lt_data import (
 from metrics import cluster_metrics
 from pretrain import (
     appendix_e,
+    check_same_epoch,
     estimate_num_classes,
+    gather_rows,
+    joint_step,
     kmeans_rows,
     load_checkpoint,
     load_trained,
+    on_all_processes,
     open_pretrained,
-    pick_device,
     same_config,
     save_checkpoint,
     seed_centres,
     seed_epoch,
     settings,
+    sum_over_ranks,
     trained_state,
 )
 from rot import RotResult, moving_average_marginal, relaxed_ot
@@ -110,32 +114,7 @@ class Args:
     restart: bool = False  # replace an earlier run that had other settings
 
 
-# ---- distributed: the five spots are start_processes, shard, gather, sum_over_ranks, and `rank == 0` ----
-
-def start_processes(device_name):
-    """(rank, world size, device) from torchrun's environment; one process without it."""
-    device = pick_device(device_name)
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    if world == 1:
-        return 0, 1, device
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ["LOCAL_WORLD_SIZE"])))
-    # torchrun --max_restarts keeps its store: without a prefix the new processes could read addresses of the dead ones.
-    store, rank, world = next(dist.rendezvous("env://"))
-    store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=world)
-    return rank, world, device
-
-
-def sum_over_ranks(x):
-    """x summed over processes; x itself on one."""
-    if dist.is_initialized():
-        dist.all_reduce(x)
-    return x
-
+# ---- batches over several processes ----
 
 class _Gather(torch.autograd.Function):
     """Rows of all processes, this one's first. The gradient of a row is summed over the processes that used it."""
@@ -163,16 +142,6 @@ class _Gather(torch.autograd.Function):
 
 def gather(x):
     return _Gather.apply(x) if dist.is_initialized() else x
-
-
-def gather_rows(x, N):
-    """The (N, ...) tensor of all rows, on every process, of which this one holds rows rank::world as x."""
-    if not dist.is_initialized():
-        return x
-    world, rank = dist.get_world_size(), dist.get_rank()
-    whole = torch.zeros(N, *x.shape[1:], dtype=x.dtype, device=x.device)
-    whole[rank::world] = x
-    return sum_over_ranks(whole)
 
 
 # ---- the loop ----
@@ -222,22 +191,11 @@ def train_epoch(encoder, head, optimizer, schedule, hidden, view, pseudo_label, 
     """`steps` batches over this process's rows. Returns the epoch's mean contrastive and cross-entropy loss."""
     generator = seed_epoch(args.seed, epoch, rank)
     encoder.train()
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    world = dist.get_world_size() if dist.is_initialized() else 1
     sums = torch.zeros(2)
     for step, rows in enumerate(torch.randperm(len(hidden), generator=generator).to(encoder.device).tensor_split(steps), 1):
         loss, contrastive, ce = batch_loss(encoder, head, hidden, view, rows, pseudo_label, confidence, clean, args)
-        optimizer.zero_grad()
-        loss.backward()
-        flat = sum_over_ranks(torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters]))
-        if not torch.isfinite(flat).all():
-            world = dist.get_world_size() if dist.is_initialized() else 1
-            raise UserError(f"a gradient is not finite in epoch {epoch}, step {step} of {steps}, at lr "
-                            f"{schedule.get_last_lr()[0]:.1e}, training rows {(rank + world * rows).tolist()}: try a smaller "
-                            "--lr or --dtype float32; the last finished epoch is saved")
-        for p, g in zip(parameters, flat.split([p.numel() for p in parameters])):
-            p.grad = g.view_as(p)
-        nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
+        joint_step(loss, optimizer, f"epoch {epoch}, step {step} of {steps}", rank + world * rows)
         schedule.step()
         sums += torch.tensor([contrastive, ce])
     contrastive, ce = (sum_over_ranks(sums.to(encoder.device)) / steps).tolist()
@@ -382,18 +340,7 @@ def main(args):
         if os.environ.get("RANK", "0") == "0":
             print_results(results, out)
         return
-    rank, world, device = start_processes(args.device)
-    try:
-        train(args, texts, labels, meta, pre, config, data, base, out, rank, world, device)
-    except RuntimeError as err:
-        if world == 1 or not any(word in str(err) for word in ("onnection", "NCCL", "peer", "imed out")):
-            raise
-        raise UserError("another process died: the same command goes on from the last finished epoch") from None
-    if world > 1:
-        dist.barrier()  # process 0 is still evaluating: a process that left would look like a failure to torchrun
-        dist.destroy_process_group()
-        sys.stdout.flush()
-        os._exit(0)  # gloo's threads now and then abort a process that tears itself down
+    on_all_processes(args.device, lambda *where: train(args, texts, labels, meta, pre, config, data, base, out, *where))
 
 
 def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, device):
@@ -462,8 +409,7 @@ def find_checkpoint(out, config, restart, rank, world, device):
     if found and not same_config(found["config"], config, out / "last.pt", restart):
         found = None
     epoch = found["epoch"] if found else 0
-    if int(sum_over_ranks(torch.tensor(epoch, device=device))) != world * epoch:
-        raise UserError(f"the processes found different checkpoints: every node needs the same {out}/ (a shared disk)")
+    check_same_epoch(epoch, out, world, device)
     if rank == 0 and found:
         print(f"resuming {out}/last.pt after epoch {epoch}")
     elif rank == 0:  # what --restart replaces
