@@ -427,7 +427,7 @@ def kmeans_rows(raw, pretrained, label, K, num_known, seed):
     return np.stack([nearest(raw, plain[0]), nearest(raw, held), nearest(pretrained, plain[1])])
 
 
-# ---- torchrun: process `rank` of `world` holds training rows rank::world; process 0 also dev, test and the files ----
+# ---- torchrun: process `rank` of `world` holds training rows rank::world, and process 0 does what is done once ----
 
 def start_processes(device_name):
     """(rank, world size, device) from torchrun's environment; one process without it."""
@@ -534,11 +534,10 @@ def train_epoch(encoder, classifier, optimizer, hidden, masked, target, label, a
     return (sum_over_ranks(sums) / len(batches)).tolist()
 
 
-def dev_result(encoder, classifier, hidden, label, temperature):
-    """Cross-entropy and accuracy in percent on dev, known classes only; NaN without dev rows."""
+def dev_result(z, classifier, label, temperature):
+    """Cross-entropy and accuracy in percent on dev, unit features z (n, H), known classes only; NaN without dev rows."""
     if len(label) == 0:
         return math.nan, math.nan
-    z = normalize(encoder.all_features(hidden), dim=1)
     logits = z @ normalize(classifier.detach(), dim=1).T / temperature
     return float(cross_entropy(logits, label)), 100 * float((logits.argmax(1) == label).float().mean())
 
@@ -576,12 +575,14 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
         print(f"{100 * float(unknown.float().mean()):.0f} % of the tokens are unknown to --encoder {args.encoder}: another one "
               "may suit these texts better")
     encoder.limit_vocabulary(tokens["train"])
-    tokens["train"] = tokens["train"].take(torch.arange(rank, N, world, device=device))
-    hidden = {split: encoder.cache(tokens[split], f"reading {split}" if rank == 0 else None)
-              for split in tokens if rank == 0 or split == "train"}
+    tokens = {split: found.take(torch.arange(rank, len(found), world, device=device)) for split, found in tokens.items()}
+    hidden = {split: encoder.cache(found, f"reading {split}" if rank == 0 else None) for split, found in tokens.items()}
     label, dev_label = (torch.from_numpy(labels[split]).to(device) for split in ("train", "dev"))
-    z = gather_rows(normalize(encoder.all_features(hidden["train"]), dim=1), N)
-    classifier = nn.Parameter(class_means(z, label, meta["num_known"]))
+
+    def unit_features(split):
+        return gather_rows(normalize(encoder.all_features(hidden[split]), dim=1), len(labels[split]))
+
+    classifier = nn.Parameter(class_means(unit_features("train"), label, meta["num_known"]))
     layer = list(encoder.last_layer.parameters())
     heads = [classifier] + [p for p in encoder.mlm_head.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW([{"params": layer, "lr": args.lr}, {"params": heads, "lr": args.head_lr}], weight_decay=0.01)
@@ -615,7 +616,8 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
             epoch += 1
             ce, mlm = train_epoch(encoder, classifier, optimizer, hidden["train"], masked, target, label, args, epoch,
                                   rank, world)
-            found = dev_result(encoder, classifier, hidden["dev"], dev_label, args.temperature) if rank == 0 else (0.0, 0.0)
+            z = unit_features("dev")
+            found = dev_result(z, classifier, dev_label, args.temperature) if rank == 0 else (0.0, 0.0)  # one says what is best
             loss, accuracy = sum_over_ranks(torch.tensor(found, dtype=torch.float64, device=device)).tolist()
             log.append({"epoch": epoch, "ce": ce, "mlm": mlm, "dev_loss": loss, "dev_accuracy": accuracy})
             better = best["epoch"] == 0 or len(dev_label) == 0 or (
