@@ -11,8 +11,8 @@
 #   ENCODER=minilm bash run_all.sh clinc 10 --method usnid
 #   bash run_all.sh my_utterances.csv --text_column message --label_column intent --num_classes 40
 #
-# Environment: SEED (0) or SEEDS, ENCODER (minilm for demo and tables, else bert-base-uncased), NPROC processes for training
-# (1), RAW_DIR (empty: download), KNOWN_RATIO (0.75). A stage that is done already is skipped, and says so.
+# Environment: SEED (0) or SEEDS, ENCODER (minilm for demo and tables, else bert-base-uncased), NPROC processes for
+# either stage (1), RAW_DIR (empty: download), KNOWN_RATIO (0.75). A stage that is done already is skipped, and says so.
 set -euo pipefail
 raw=${RAW_DIR:-}
 if [ -n "$raw" ]; then raw=$(realpath -m "$raw"); fi
