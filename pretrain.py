@@ -20,7 +20,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from sklearn.cluster import KMeans
 from sklearn.metrics import silhouette_score
 from torch import nn
@@ -29,6 +28,7 @@ from tqdm import tqdm
 
 from encoder import Encoder, pick_dtype
 from make_lt_data import UserError, check_positive, open_run, run_script, write_atomic
+from processes import check_same_epoch, gather_rows, joint_step, on_all_processes, sum_over_ranks
 
 SEARCHED = 20_000  # unlabelled rows that the first centres and the number of classes are searched on
 
@@ -37,7 +37,7 @@ SEARCHED = 20_000  # unlabelled rows that the first centres and the number of cl
 class Args:
     dataset: str = "clinc"  # as given to make_lt_data.py; of a table of your own, the file's name is enough
     gamma: float = 10.0  # as given to make_lt_data.py
-    seed: int = 0  # as given to make_lt_data.py; also draws batches, masks and dropout
+    seed: int = 0  # as given to make_lt_data.py; also draws batches, masks, dropout and a missing language-model head
     known_ratio: float = 0.75  # as given to make_lt_data.py
     labeled_ratio: float = 0.1  # as given to make_lt_data.py
     data_dir: str = "data"  # where make_lt_data.py wrote
@@ -427,84 +427,6 @@ def kmeans_rows(raw, pretrained, label, K, num_known, seed):
     return np.stack([nearest(raw, plain[0]), nearest(raw, held), nearest(pretrained, plain[1])])
 
 
-# ---- torchrun: process `rank` of `world` holds training rows rank::world, and process 0 does what is done once ----
-
-def start_processes(device_name):
-    """(rank, world size, device) from torchrun's environment; one process without it."""
-    device = pick_device(device_name)
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    if world == 1:
-        return 0, 1, device
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ["LOCAL_WORLD_SIZE"])))
-    # torchrun --max_restarts keeps its store: without a prefix the new processes could read addresses of the dead ones.
-    store, rank, world = next(dist.rendezvous("env://"))
-    store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=world)
-    return rank, world, device
-
-
-def sum_over_ranks(x):
-    """x summed over processes; x itself on one."""
-    if dist.is_initialized():
-        dist.all_reduce(x)
-    return x
-
-
-def gather_rows(x, N):
-    """The (N, ...) tensor of all rows, on every process, of which this one holds rows rank::world as x."""
-    if not dist.is_initialized():
-        return x
-    world, rank = dist.get_world_size(), dist.get_rank()
-    whole = torch.zeros(N, *x.shape[1:], dtype=x.dtype, device=x.device)
-    whole[rank::world] = x
-    return sum_over_ranks(whole)
-
-
-def check_same_epoch(epoch, folder, world, device):
-    """UserError where the processes did not find the same checkpoint."""
-    if int(sum_over_ranks(torch.tensor(epoch, device=device))) != world * epoch:
-        raise UserError(f"the processes found different checkpoints: every node needs the same {folder}/ (a shared disk)")
-
-
-def on_all_processes(device_name, work):
-    """work(rank, world, device) on each of torchrun's processes, which end here; on the only one without torchrun."""
-    rank, world, device = start_processes(device_name)
-    try:
-        work(rank, world, device)
-    except RuntimeError as err:
-        if world == 1 or not any(word in str(err) for word in ("onnection", "NCCL", "peer", "imed out")):
-            raise
-        raise UserError("another process died: the same command goes on from the last finished epoch") from None
-    if world > 1:
-        dist.barrier()  # process 0 is still writing: a process that left would look like a failure to torchrun
-        dist.destroy_process_group()
-        sys.stdout.flush()
-        os._exit(0)  # gloo's threads now and then abort a process that tears itself down
-
-
-def joint_step(loss, optimizer, where, rows):
-    """An optimizer step with the gradients of all processes' shares of the loss summed, and clipped to 1.0.
-
-    where and rows (this process's training rows of the batch) are for the UserError of a gradient that is not finite.
-    """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    optimizer.zero_grad()
-    if loss.requires_grad:  # a process may have no row in a batch
-        loss.backward()
-    flat = sum_over_ranks(torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters]))
-    if not torch.isfinite(flat).all():
-        raise UserError(f"a gradient is not finite in {where}, at lr {optimizer.param_groups[0]['lr']:.1e}, training rows "
-                        f"{rows.tolist()}: try a smaller --lr or --dtype float32; the last finished epoch is saved")
-    for p, g in zip(parameters, flat.split([p.numel() for p in parameters])):
-        p.grad = g.view_as(p)
-    nn.utils.clip_grad_norm_(parameters, 1.0)
-    optimizer.step()
-
-
 # ---- pre-training ----
 
 def train_epoch(encoder, classifier, optimizer, hidden, masked, target, label, args, epoch, rank, world):
@@ -519,17 +441,17 @@ def train_epoch(encoder, classifier, optimizer, hidden, masked, target, label, a
     batches = torch.randperm(len(label), generator=generator).to(encoder.device).split(args.batch_size)
     sums = torch.zeros(2, device=encoder.device)
     for step, rows in enumerate(batches, 1):
-        rows, drawn, ce, mlm = rows[rows % world == rank], rows[:0], *torch.zeros(2, device=encoder.device)
+        drawn, ce, mlm = rows[:0], *torch.zeros(2, device=encoder.device)
         if len(labelled):
             drawn = labelled[torch.randint(len(labelled), (min(args.labeled_batch_size, len(labelled)),), generator=generator)]
-            most, drawn = len(drawn), drawn[drawn % world == rank]
-            if len(drawn):
-                z = normalize(encoder.features(hidden, drawn // world), dim=1)
-                ce = cross_entropy(z @ normalize(classifier, dim=1).T / args.temperature, label[drawn]) * (len(drawn) / most)
+            own = drawn[drawn % world == rank]
+            if len(own):
+                z = normalize(encoder.features(hidden, own // world), dim=1)
+                ce = cross_entropy(z @ normalize(classifier, dim=1).T / args.temperature, label[own]) * (len(own) / len(drawn))
         if not args.no_mlm:
-            mlm, tokens = encoder.mlm_loss(masked, rows // world, target)
+            mlm, tokens = encoder.mlm_loss(masked, rows[rows % world == rank] // world, target)
             mlm = mlm * (tokens / max(1, int(sum_over_ranks(torch.tensor(tokens, device=encoder.device)))))
-        joint_step(ce + mlm, optimizer, f"epoch {epoch}, step {step} of {len(batches)}", torch.cat([rows, drawn]).unique())
+        joint_step(ce + mlm, optimizer, f"epoch {epoch}, step {step} of {len(batches)}", torch.cat([rows, drawn]))
         sums += torch.stack([ce.detach(), mlm.detach()])
     return (sum_over_ranks(sums) / len(batches)).tolist()
 
@@ -549,6 +471,8 @@ def main(args):
         raise UserError(f"--select {args.select} is unknown: choose loss or accuracy")
     check_positive(args, "epochs", "patience", "lr", "head_lr", "batch_size", "labeled_batch_size", "temperature",
                    "mask_epochs", "max_length", "max_steps", "cache_gb")
+    if args.no_mlm and not (labels["train"] >= 0).any():
+        raise UserError("--no_mlm leaves nothing to learn where no row has a label")
     device = pick_device(args.device)
     dtype = pick_dtype(args.dtype, device)
     config = settings(args) | {"dataset": meta["dataset"], "data": data_fingerprint(data), "dtype": str(dtype).split(".")[1]}
@@ -558,7 +482,7 @@ def main(args):
         if os.environ.get("RANK", "0") == "0":
             print(f"{done} is there already, made with the same settings (dev accuracy {found['dev_accuracy']:.2f}): skipped")
         return
-    on_all_processes(args.device, lambda *where: train(args, texts, labels, meta, config, dtype, out, *where))
+    on_all_processes(device, lambda *where: train(args, texts, labels, meta, config, dtype, out, *where))
 
 
 def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
@@ -575,8 +499,8 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
         print(f"{100 * float(unknown.float().mean()):.0f} % of the tokens are unknown to --encoder {args.encoder}: another one "
               "may suit these texts better")
     encoder.limit_vocabulary(tokens["train"])
-    tokens = {split: found.take(torch.arange(rank, len(found), world, device=device)) for split, found in tokens.items()}
-    hidden = {split: encoder.cache(found, f"reading {split}" if rank == 0 else None) for split, found in tokens.items()}
+    tokens = {split: ids.take(torch.arange(len(ids), device=device)[rank::world]) for split, ids in tokens.items()}
+    hidden = {split: encoder.cache(ids, f"reading {split}" if rank == 0 else None) for split, ids in tokens.items()}
     label, dev_label = (torch.from_numpy(labels[split]).to(device) for split in ("train", "dev"))
 
     def unit_features(split):
@@ -584,7 +508,7 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
 
     classifier = nn.Parameter(class_means(unit_features("train"), label, meta["num_known"]))
     layer = list(encoder.last_layer.parameters())
-    heads = [classifier] + [p for p in encoder.mlm_head.parameters() if p.requires_grad]
+    heads = [classifier] + [p for p in encoder.mlm_head.parameters() if p.requires_grad and not args.no_mlm]
     optimizer = torch.optim.AdamW([{"params": layer, "lr": args.lr}, {"params": heads, "lr": args.head_lr}], weight_decay=0.01)
 
     def state():
@@ -617,8 +541,8 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
             ce, mlm = train_epoch(encoder, classifier, optimizer, hidden["train"], masked, target, label, args, epoch,
                                   rank, world)
             z = unit_features("dev")
-            found = dev_result(z, classifier, dev_label, args.temperature) if rank == 0 else (0.0, 0.0)  # one says what is best
-            loss, accuracy = sum_over_ranks(torch.tensor(found, dtype=torch.float64, device=device)).tolist()
+            judged = dev_result(z, classifier, dev_label, args.temperature) if rank == 0 else (0.0, 0.0)  # one for all
+            loss, accuracy = sum_over_ranks(torch.tensor(judged, dtype=torch.float64, device=device)).tolist()
             log.append({"epoch": epoch, "ce": ce, "mlm": mlm, "dev_loss": loss, "dev_accuracy": accuracy})
             better = best["epoch"] == 0 or len(dev_label) == 0 or (
                 loss < best["dev_loss"] if args.select == "loss" else accuracy > best["dev_accuracy"])

@@ -49,23 +49,20 @@ from make_lt_data import (
 from metrics import cluster_metrics
 from pretrain import (
     appendix_e,
-    check_same_epoch,
     estimate_num_classes,
-    gather_rows,
-    joint_step,
     kmeans_rows,
     load_checkpoint,
     load_trained,
-    on_all_processes,
     open_pretrained,
+    pick_device,
     same_config,
     save_checkpoint,
     seed_centres,
     seed_epoch,
     settings,
-    sum_over_ranks,
     trained_state,
 )
+from processes import check_same_epoch, gather, gather_rows, joint_step, on_all_processes, sum_over_ranks
 from rot import RotResult, moving_average_marginal, relaxed_ot
 
 
@@ -112,36 +109,6 @@ class Args:
     device: str = "auto"  # cpu, cuda, or auto: cuda where there is one
     dtype: str = "auto"  # float32, bfloat16, or auto: bfloat16 where the hardware multiplies it natively
     restart: bool = False  # replace an earlier run that had other settings
-
-
-# ---- batches over several processes ----
-
-class _Gather(torch.autograd.Function):
-    """Rows of all processes, this one's first. The gradient of a row is summed over the processes that used it."""
-
-    @staticmethod
-    def forward(ctx, x):
-        rank, world = dist.get_rank(), dist.get_world_size()
-        sizes = torch.zeros(world, dtype=torch.int64, device=x.device)
-        sizes[rank] = len(x)
-        ctx.sizes = sum_over_ranks(sizes).tolist()
-        padded = x.new_zeros(max(ctx.sizes), *x.shape[1:])
-        padded[:len(x)] = x
-        parts = [torch.empty_like(padded) for _ in range(world)]
-        dist.all_gather(parts, padded)
-        parts = [part[:size] for part, size in zip(parts, ctx.sizes)]
-        return torch.cat([parts[rank]] + parts[:rank] + parts[rank + 1:])
-
-    @staticmethod
-    def backward(ctx, grad):
-        rank = dist.get_rank()
-        own, before, after = grad.split([ctx.sizes[rank], sum(ctx.sizes[:rank]), sum(ctx.sizes[rank + 1:])])
-        grad = sum_over_ranks(torch.cat([before, own, after]).contiguous())
-        return grad.split(ctx.sizes)[rank]
-
-
-def gather(x):
-    return _Gather.apply(x) if dist.is_initialized() else x
 
 
 # ---- the loop ----
@@ -340,7 +307,8 @@ def main(args):
         if os.environ.get("RANK", "0") == "0":
             print_results(results, out)
         return
-    on_all_processes(args.device, lambda *where: train(args, texts, labels, meta, pre, config, data, base, out, *where))
+    device = pick_device(args.device)
+    on_all_processes(device, lambda *where: train(args, texts, labels, meta, pre, config, data, base, out, *where))
 
 
 def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, device):

@@ -15,6 +15,7 @@ features is reported beside it (protocol T).
 """
 import json
 import math
+import os
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -63,6 +64,8 @@ class Run:
         if args.dataset not in CORPORA:
             raise UserError(f"--dataset {args.dataset}: the compared methods run on {', '.join(CORPORA)} only")
         check_tag(args)
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            raise UserError("the compared methods run on one process: python, not torchrun")
         self.args, self.method, self.views, self.log, self.epochs = args, method, {}, [], {}
         name, self.data, texts, self.labels, _, self.meta = open_run(args)
         self.K, self.num_known = self.meta["num_classes"], self.meta["num_known"]

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import REPO, TINY_PRETRAIN, TINY_TRAIN, one_line_error, script
+from conftest import REPO, TINY_PRETRAIN, TINY_TRAIN, one_line_error, read_tsv, script
 
 import pretrain
 import train_imbanid
@@ -374,6 +374,19 @@ def test_pretraining_on_several_processes_is_that_on_one(tiny_run, tiny_encoder,
         for line, other in zip(one["log"], several["log"], strict=True):  # each process draws the masks of its rows
             assert line["mlm"] == pytest.approx(other["mlm"], rel=0.05)
             assert line["dev_loss"] == pytest.approx(other["dev_loss"], rel=0.02)
+
+
+def test_a_table_without_labels_on_two_processes(tiny_encoder, tmp_path):
+    """No labelled row, no dev row, and a number of rows that is odd."""
+    rows = [row[0] for row in read_tsv(REPO / "data/raw/demo/train.tsv")[1:42]]
+    (tmp_path / "notes.csv").write_text("text\n" + "".join(f'"{text}"\n' for text in rows), encoding="utf-8")
+    folders = ("--data_dir", tmp_path / "data", "--out_dir", tmp_path / "out")
+    script("make_lt_data.py", "--dataset", tmp_path / "notes.csv", *folders[:2])
+    task = ("--dataset", "notes", *folders)
+    script("pretrain.py", *task, *TINY_PRETRAIN, "--encoder", tiny_encoder, nproc=2)
+    script("train_imbanid.py", *task, *TINY_TRAIN, "--num_classes", 4, nproc=2)
+    assert np.load(tmp_path / "out/notes_s0/pseudo_label.npy").shape == (41,)
+    one_line_error(script("pretrain.py", *task, *TINY_PRETRAIN, "--encoder", tiny_encoder, "--no_mlm", ok=False), "--no_mlm")
 
 
 def test_a_language_model_head_that_is_drawn_is_drawn_by_the_seed(tiny_run, tiny_encoder, tmp_path):
