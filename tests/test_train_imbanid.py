@@ -473,7 +473,8 @@ def test_ctrl_c_and_sigterm_say_how_to_go_on(tiny_run):
     for tag, sent in (("term", signal.SIGTERM), ("int", signal.SIGINT)):
         flags = map(str, (*task, *TINY_TRAIN, "--epochs", 3000, "--tag", tag))
         command = [sys.executable, str(REPO / "train_imbanid.py"), *flags]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                                   preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # ignored behind a shell's &
         while not (tiny_run[1] / f"out/demo_g4_s0_{tag}/last.pt").exists():
             assert process.poll() is None
             time.sleep(0.01)
