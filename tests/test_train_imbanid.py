@@ -474,7 +474,7 @@ def test_ctrl_c_and_sigterm_say_how_to_go_on(tiny_run):
         flags = map(str, (*task, *TINY_TRAIN, "--epochs", 3000, "--tag", tag))
         command = [sys.executable, str(REPO / "train_imbanid.py"), *flags]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                                   preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # ignored behind a shell's &
+                                   preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # a shell's & ignores it
         while not (tiny_run[1] / f"out/demo_g4_s0_{tag}/last.pt").exists():
             assert process.poll() is None
             time.sleep(0.01)
