@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from sklearn.cluster import KMeans
 from sklearn.metrics import silhouette_score
 from torch import nn
@@ -28,7 +29,6 @@ from tqdm import tqdm
 
 from encoder import Encoder, pick_dtype
 from make_lt_data import UserError, check_positive, open_run, run_script, write_atomic
-from processes import check_same_epoch, gather_rows, joint_step, on_all_processes, sum_over_ranks
 
 SEARCHED = 20_000  # unlabelled rows that the first centres and the number of classes are searched on
 
@@ -425,6 +425,84 @@ def kmeans_rows(raw, pretrained, label, K, num_known, seed):
         z["train"]) for z in (raw, pretrained)]
     held = semi_supervised_kmeans(raw["train"], label, K, num_known, seed)
     return np.stack([nearest(raw, plain[0]), nearest(raw, held), nearest(pretrained, plain[1])])
+
+
+# ---- torchrun: process `rank` of `world` holds rows rank::world, and process 0 does what is done once ----
+
+def start_processes(device):
+    """(rank, world size, this process's device) from torchrun's environment; one process without it."""
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if world == 1:
+        return 0, 1, device
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ["LOCAL_WORLD_SIZE"])))
+    # torchrun --max_restarts keeps its store: without a prefix the new processes could read addresses of the dead ones.
+    store, rank, world = next(dist.rendezvous("env://"))
+    store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=world)
+    return rank, world, device
+
+
+def sum_over_ranks(x):
+    """x summed over processes; x itself on one."""
+    if dist.is_initialized():
+        dist.all_reduce(x)
+    return x
+
+
+def gather_rows(x, N):
+    """The (N, ...) tensor of all rows, on every process, of which this one holds rows rank::world as x."""
+    if not dist.is_initialized():
+        return x
+    world, rank = dist.get_world_size(), dist.get_rank()
+    whole = torch.zeros(N, *x.shape[1:], dtype=x.dtype, device=x.device)
+    whole[rank::world] = x
+    return sum_over_ranks(whole) if N else whole
+
+
+def check_same_epoch(epoch, folder, world, device):
+    """UserError where the processes did not find the same checkpoint."""
+    if int(sum_over_ranks(torch.tensor(epoch, device=device))) != world * epoch:
+        raise UserError(f"the processes found different checkpoints: every node needs the same {folder}/ (a shared disk)")
+
+
+def on_all_processes(device, work):
+    """work(rank, world, device) on each of torchrun's processes, which end here; on the only one without torchrun."""
+    rank, world, device = start_processes(device)
+    try:
+        work(rank, world, device)
+        if world > 1:
+            dist.barrier()  # process 0 is still writing: a process that left would look like a failure to torchrun
+    except RuntimeError as err:
+        if world == 1 or not any(word in str(err) for word in ("onnection", "NCCL", "peer", "imed out")):
+            raise
+        raise UserError("another process died: the same command goes on from the last finished epoch") from None
+    if world > 1:
+        dist.destroy_process_group()
+        sys.stdout.flush()
+        os._exit(0)  # gloo's threads now and then abort a process that tears itself down
+
+
+def joint_step(loss, optimizer, where, rows):
+    """An optimizer step with the gradients of all processes' shares of the loss summed, and clipped to 1.0.
+
+    where and rows, the training rows of the batch, are for the UserError of a gradient that is not finite.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    optimizer.zero_grad()
+    if loss.requires_grad:  # a process may have no row in a batch
+        loss.backward()
+    flat = sum_over_ranks(torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters]))
+    if not torch.isfinite(flat).all():
+        raise UserError(f"a gradient is not finite in {where}, at lr {optimizer.param_groups[0]['lr']:.1e}, training rows "
+                        f"{sorted({*rows.tolist()})}: try a smaller --lr or --dtype float32; the last finished epoch is saved")
+    for p, g in zip(parameters, flat.split([p.numel() for p in parameters])):
+        p.grad = g.view_as(p)
+    nn.utils.clip_grad_norm_(parameters, 1.0)
+    optimizer.step()
 
 
 # ---- pre-training ----

@@ -49,10 +49,14 @@ from make_lt_data import (
 from metrics import cluster_metrics
 from pretrain import (
     appendix_e,
+    check_same_epoch,
     estimate_num_classes,
+    gather_rows,
+    joint_step,
     kmeans_rows,
     load_checkpoint,
     load_trained,
+    on_all_processes,
     open_pretrained,
     pick_device,
     same_config,
@@ -60,9 +64,9 @@ from pretrain import (
     seed_centres,
     seed_epoch,
     settings,
+    sum_over_ranks,
     trained_state,
 )
-from processes import check_same_epoch, gather, gather_rows, joint_step, on_all_processes, sum_over_ranks
 from rot import RotResult, moving_average_marginal, relaxed_ot
 
 
@@ -111,6 +115,36 @@ class Args:
     restart: bool = False  # replace an earlier run that had other settings
 
 
+# ---- torchrun: what of it this script has alone; the rest is in pretrain.py ----
+
+class _Gather(torch.autograd.Function):
+    """Rows of all processes, this one's first. The gradient of a row is summed over the processes that used it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        rank, world = dist.get_rank(), dist.get_world_size()
+        sizes = torch.zeros(world, dtype=torch.int64, device=x.device)
+        sizes[rank] = len(x)
+        ctx.sizes = sum_over_ranks(sizes).tolist()
+        padded = x.new_zeros(max(ctx.sizes), *x.shape[1:])
+        padded[:len(x)] = x
+        parts = [torch.empty_like(padded) for _ in range(world)]
+        dist.all_gather(parts, padded)
+        parts = [part[:size] for part, size in zip(parts, ctx.sizes)]
+        return torch.cat([parts[rank]] + parts[:rank] + parts[rank + 1:])
+
+    @staticmethod
+    def backward(ctx, grad):
+        rank = dist.get_rank()
+        own, before, after = grad.split([ctx.sizes[rank], sum(ctx.sizes[:rank]), sum(ctx.sizes[rank + 1:])])
+        grad = sum_over_ranks(torch.cat([before, own, after]).contiguous())
+        return grad.split(ctx.sizes)[rank]
+
+
+def gather(x):
+    return _Gather.apply(x) if dist.is_initialized() else x
+
+
 # ---- the loop ----
 
 def kmeans_result(z, centre, N, rank):
@@ -154,11 +188,11 @@ def batch_loss(encoder, head, hidden, view, rows, pseudo_label, confidence, clea
     return args.omega * contrastive + (1 - args.omega) * ce, float(contrastive.detach()), float(ce.detach())
 
 
-def train_epoch(encoder, head, optimizer, schedule, hidden, view, pseudo_label, confidence, clean, steps, args, epoch, rank):
+def train_epoch(encoder, head, optimizer, schedule, hidden, view, pseudo_label, confidence, clean, steps, args, epoch,
+                rank, world):
     """`steps` batches over this process's rows. Returns the epoch's mean contrastive and cross-entropy loss."""
     generator = seed_epoch(args.seed, epoch, rank)
     encoder.train()
-    world = dist.get_world_size() if dist.is_initialized() else 1
     sums = torch.zeros(2)
     for step, rows in enumerate(torch.randperm(len(hidden), generator=generator).to(encoder.device).tensor_split(steps), 1):
         loss, contrastive, ce = batch_loss(encoder, head, hidden, view, rows, pseudo_label, confidence, clean, args)
@@ -430,7 +464,7 @@ def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, r
                 view = encoder.cache(encoder.replace_tokens(tokens, args.replace_rate, drawing))
             epoch += 1
             losses = train_epoch(encoder, head, optimizer, schedule, hidden["train"], view, pseudo_label, confidence,
-                                 clean[rank::world], steps, args, epoch, rank)
+                                 clean[rank::world], steps, args, epoch, rank, world)
             if rank > 0:
                 continue
             found = (encoder.all_features(hidden["dev"]) @ normalize(head.detach(), dim=1).T).argmax(1)
