@@ -109,6 +109,11 @@ def parse_args(Args, argv=None):
     return Args(**vars(parser.parse_args(argv)))
 
 
+def first_process():
+    """Whether this process is the one that speaks: under torchrun all meet the same mistakes and finished runs."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def run_script(main, Args=None):
     """Run main(args), or main(words) without Args, and turn what a user can cause into one line on stderr, exit code 2."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a batch system's way to say Ctrl-C
@@ -128,7 +133,7 @@ def run_script(main, Args=None):
         message = "stopped; the same command goes on from the last finished epoch"
     else:
         return
-    if os.environ.get("RANK", "0") == "0":  # under torchrun every process meets the same mistake: one of them says so
+    if first_process():
         print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
     sys.exit(2)
 

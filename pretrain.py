@@ -28,7 +28,7 @@ from torch.nn.functional import cross_entropy, normalize, softplus
 from tqdm import tqdm
 
 from encoder import Encoder, pick_dtype
-from make_lt_data import UserError, check_positive, open_run, run_script, write_atomic
+from make_lt_data import UserError, check_positive, first_process, open_run, run_script, write_atomic
 
 SEARCHED = 20_000  # unlabelled rows that the first centres and the number of classes are searched on
 
@@ -557,7 +557,7 @@ def main(args):
     done = out / "pretrain.pt"
     found = load_checkpoint(done)
     if found and same_config(found["config"], config, done, args.restart):
-        if os.environ.get("RANK", "0") == "0":
+        if first_process():
             print(f"{done} is there already, made with the same settings (dev accuracy {found['dev_accuracy']:.2f}): skipped")
         return
     on_all_processes(device, lambda *where: train(args, texts, labels, meta, config, dtype, out, *where))
@@ -635,7 +635,7 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
     if rank > 0:
         return
     seconds = time.time() - start
-    save_checkpoint(done, **best, config=config, log=log, seconds=seconds)
+    save_checkpoint(done, **best, config=config, log=log, seconds=seconds, processes=world)  # each draws its own masks
     part.unlink(missing_ok=True)
     for stale in out.glob("kmeans_*.npy"):  # train_imbanid.py keeps them from one run to the next
         stale.unlink()

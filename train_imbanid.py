@@ -15,7 +15,6 @@ CWCL (Eq. 10), IWCL (Eq. 11) and cross-entropy on the clean rows (Eq. 12). Test 
 """
 import json
 import math
-import os
 import platform
 import resource
 import subprocess
@@ -42,6 +41,7 @@ from make_lt_data import (
     check_shares,
     check_tag,
     check_zero_or_more,
+    first_process,
     open_run,
     run_script,
     write_atomic,
@@ -237,7 +237,7 @@ def read_finished(out, config, restart):
         raise UserError(f"{path} is damaged: delete it and run the same command again") from None
     if not results or not same_config(results["config"], config, path, restart):
         return None
-    if os.environ.get("RANK", "0") == "0":
+    if first_process():
         print(f"{path} is there already, made with the same settings: skipped")
     return results
 
@@ -338,7 +338,7 @@ def main(args):
     config = settings(args) | {"dataset": meta["dataset"], "pretrain": pre["config"]}
     results = read_finished(out, config, args.restart)
     if results:
-        if os.environ.get("RANK", "0") == "0":
+        if first_process():
             print_results(results, out)
         return
     device = pick_device(args.device)
@@ -346,28 +346,26 @@ def main(args):
 
 
 def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, device):
-    """From the features to results.json. Process `rank` holds training rows rank::world; process 0 also dev and test."""
+    """From the features to results.json."""
     clock, seconds = [time.time()], {"pretrain": pre["seconds"]}
 
     def lap(stage):
         clock.append(time.time())
         seconds[stage] = clock[-1] - clock[-2]
 
-    N, label = len(labels["train"]), {split: torch.from_numpy(labels[split]).to(device) for split in ("train", "dev")}
+    label = {split: torch.from_numpy(labels[split]).to(device) for split in ("train", "dev")}
     encoder = Encoder(pre["config"]["encoder"], pre["config"]["max_length"], device, pick_dtype(args.dtype, device),
                       not args.no_cache, args.cache_gb, out)
-    tokens = encoder.tokenize(texts["train"][rank::world])
-    hidden = {"train": encoder.cache(tokens, "reading train" if rank == 0 else None)}
-    hidden |= {s: encoder.cache(encoder.tokenize(texts[s]), f"reading {s}") for s in ("dev", "test")} if rank == 0 else {}
+    tokens = {split: encoder.tokenize(rows[rank::world]) for split, rows in texts.items()}
+    hidden = {split: encoder.cache(ids, f"reading {split}" if rank == 0 else None) for split, ids in tokens.items()}
 
-    def unit_features(splits=("train", "test")):
-        """Of all training rows, and on process 0 of the other splits asked for: (., H), unit length."""
-        z = {split: normalize(encoder.all_features(hidden[split]), dim=1) for split in splits if split in hidden}
-        return z | {"train": gather_rows(z["train"], N)}
+    def unit_features(*splits):
+        """{split: (., H)}, unit length, all processes' rows."""
+        return {s: gather_rows(normalize(encoder.all_features(hidden[s]), dim=1), len(texts[s])) for s in splits}
 
-    z = {"raw": unit_features()}
+    z = {"raw": unit_features("train", "test")}
     load_trained(encoder.last_layer, pre["last_layer"])
-    z["pretrained"] = unit_features(("train", "dev", "test"))  # dev for the number of classes
+    z["pretrained"] = unit_features("train", "dev", "test")  # dev for the number of classes
     found = find_checkpoint(out, config, args.restart, rank, world, device)
     K = len(found["head"]) if found else resolve_num_classes(args, z["pretrained"], label, meta, rank)
     lap("features")
@@ -383,8 +381,8 @@ def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, 
 
     epoch, before, assign = run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, rank, world)
     pseudo_label, confidence, transport, _ = assign()
-    pseudo_label, confidence = (gather_rows(x, N).cpu().numpy() for x in (pseudo_label, confidence))
-    z["final"] = unit_features()
+    pseudo_label, confidence = (gather_rows(x, len(label["train"])).cpu().numpy() for x in (pseudo_label, confidence))
+    z["final"] = unit_features("train", "test")
     lap("train")
     seconds["train"] += before
     if rank > 0:
@@ -400,7 +398,7 @@ def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, 
     lap("evaluate")
     results = {"dataset": meta["dataset"], "gamma": meta.get("gamma"), "seed": args.seed, "method": "imbanid", "tag": args.tag,
                "encoder": pre["config"]["encoder"], "epochs": epoch, **scores, "num_classes": K, "processes": world,
-               "seconds": seconds, "config": config}
+               "pretrain_processes": pre["processes"], "seconds": seconds, "config": config}
     save_run(out, arrays, results)
     print_results(results, out)
 
@@ -423,7 +421,7 @@ def find_checkpoint(out, config, restart, rank, world, device):
 def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, rank, world):
     """The loop of the module docstring, from the checkpoint `found` on where there is one.
 
-    label: {"train", "dev"}, all processes' rows.
+    tokens, hidden: {split: Packed}, this process's rows. label: {"train", "dev"}, all processes' rows.
     Returns the last epoch's number, the seconds that killed runs had spent, and assign(): the pseudo-labels as they are now.
     """
     N, K, labelled = len(label["train"]), len(head), label["train"] >= 0
@@ -461,17 +459,18 @@ def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, r
                                  not args.no_dr, not args.no_qr, labelled)
             if view is None or epoch % args.view_epochs == 0:
                 drawing = torch.Generator().manual_seed(7919 * (epoch // args.view_epochs + 1) + 104729 * args.seed + rank)
-                view = encoder.cache(encoder.replace_tokens(tokens, args.replace_rate, drawing))
+                view = encoder.cache(encoder.replace_tokens(tokens["train"], args.replace_rate, drawing))
             epoch += 1
             losses = train_epoch(encoder, head, optimizer, schedule, hidden["train"], view, pseudo_label, confidence,
                                  clean[rank::world], steps, args, epoch, rank, world)
+            found = (encoder.all_features(hidden["dev"]) @ normalize(head.detach(), dim=1).T).argmax(1)
+            right = int(sum_over_ranks((found == label["dev"][rank::world]).sum()))
             if rank > 0:
                 continue
-            found = (encoder.all_features(hidden["dev"]) @ normalize(head.detach(), dim=1).T).argmax(1)
             log.append({"epoch": epoch, **losses, "clean": float(clean.float().mean()), "confidence": float(confidence.mean()),
                         "rot_iterations": transport.n_iter, "rot_residual": transport.residual,
                         "beta_max": float(transport.beta.max()), "beta_min": float(transport.beta.min()),
-                        "dev_accuracy": 100 * float((found == label["dev"]).float().mean()) if len(found) else None})
+                        "dev_accuracy": 100 * right / len(label["dev"]) if len(label["dev"]) else None})
             save_checkpoint(out / "last.pt", last_layer=trained_state(encoder.last_layer), head=head.detach().cpu(),
                             optimizer=optimizer.state_dict(), schedule=schedule.state_dict(), epoch=epoch, log=log,
                             potential=potential.cpu(), marginal=marginal.cpu(), config=config,

@@ -489,25 +489,30 @@ def children(pid):
             (p / "stat").exists() and (p / "stat").read_text().rsplit(")", 1)[1].split()[1] == str(pid)]
 
 
+@pytest.mark.parametrize("stage", ["train_imbanid.py", "pretrain.py"])
 @pytest.mark.parametrize("restarts", [0, 1])
-def test_a_killed_rank_ends_the_job_or_restarts_it(tiny_run, restarts):
+def test_a_killed_rank_ends_the_job_or_restarts_it(tiny_run, tiny_encoder, tmp_path, stage, restarts):
     task, folder = tiny_run
-    out = folder / f"out/demo_g4_s0_rank{restarts}"
+    if stage == "pretrain.py":
+        flags, out = (*TINY_PRETRAIN, "--epochs", 60, "--encoder", tiny_encoder, "--out_dir", tmp_path), tmp_path / "demo_g4_s0"
+        saved, finished = out / "pretrain_part.pt", out / "pretrain.pt"
+    else:
+        flags, out = (*TINY_TRAIN, "--epochs", 60, "--tag", f"rank{restarts}"), folder / f"out/demo_g4_s0_rank{restarts}"
+        saved, finished = out / "last.pt", out / "results.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--max_restarts",
-               str(restarts), str(REPO / "train_imbanid.py"), *map(str, (*task, *TINY_TRAIN, "--epochs", 60)), "--tag",
-               f"rank{restarts}"]
+               str(restarts), str(REPO / stage), *map(str, (*task, *flags))]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while not (out / "last.pt").exists():
+    while not saved.exists():
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
     os.kill(max(children(process.pid)), signal.SIGKILL)
     said, errors = process.communicate(timeout=120)
     if restarts:
-        assert process.returncode == 0 and "resuming" in said and (out / "results.json").exists(), errors
+        assert process.returncode == 0 and "resuming" in said and finished.exists(), errors
     else:
         assert process.returncode != 0 and "goes on from the last finished epoch" in errors or "SIGKILL" in errors, errors
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0 and "resuming" in done.stdout, done.stderr
+        assert done.returncode == 0 and "resuming" in done.stdout and finished.exists(), done.stderr
 
 
 def test_a_killed_pre_training_goes_on_and_ends_the_same(tiny_run, tiny_encoder, tmp_path):
