@@ -38,11 +38,12 @@ class RotResult(NamedTuple):
     converged: bool  # residual <= tol
 
 
+@torch.no_grad()
 def relaxed_ot(log_p, lambda1=0.05, lambda2=2.0, *, row=None, prior=None, penalty="reverse_kl", solver="newton",
                tol=None, max_iter=None, sweeps=1, init=None, chunk_rows=None, reduce=None, return_plan=True):
     """Solve the relaxed transport problem of the module docstring (the paper's Eq. 6).
 
-    log_p: (N, K) log-probabilities or any scores, -inf allowed; float16 to float64, never written to.
+    log_p: (N, K) log-probabilities or any scores, -inf allowed; float16 to float64, never written to; no gradient.
     lambda1: weight of the entropic term, > 0, in units of log_p. lambda2: weight of the penalty, > 0; ignored by equality.
     row: (N,) positive sample weights, alpha up to scale (default: equal). prior: (K,) positive, up to scale (uniform).
     penalty: "reverse_kl", "kl" or "equality". solver: "newton", or "sinkhorn" with `sweeps` row and column scalings
@@ -54,6 +55,10 @@ def relaxed_ot(log_p, lambda1=0.05, lambda2=2.0, *, row=None, prior=None, penalt
     Returns RotResult. Raises ValueError, naming the argument, for what has no solution; warns if it did not converge.
     """
     log_p, alpha, prior, g, reduce = _check(log_p, lambda1, lambda2, row, prior, penalty, init, reduce)
+    limits = {"tol": (tol, 0), "max_iter": (max_iter, 0), "sweeps": (sweeps, 1), "chunk_rows": (chunk_rows, 1)}
+    for name, (value, least) in limits.items():
+        if value is not None and not value >= least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
     tol = tol if tol is not None else 1e-9 if log_p.dtype == torch.float64 else 1e-6
     chunk_rows = chunk_rows or max(1, 2**18 // log_p.shape[1])  # 2 MB of float64: small beside the input, large beside a call
     alpha, prior, start, spread = _survey(log_p, alpha, prior, penalty, lambda1, chunk_rows, reduce)
@@ -65,23 +70,25 @@ def relaxed_ot(log_p, lambda1=0.05, lambda2=2.0, *, row=None, prior=None, penalt
     if solver == "newton":
         g, n_iter, residual = _newton(problem, g, tol, 200 if max_iter is None else max_iter, rungs)
     elif solver == "sinkhorn":
-        if sweeps < 1:
-            raise ValueError(f"sweeps must be at least 1, got {sweeps}")
         g, n_iter, residual = _sinkhorn(problem, g, tol, 10_000 if max_iter is None else max_iter, sweeps)
     else:
         raise ValueError(f"solver must be 'newton' or 'sinkhorn', got {solver!r}")
     if not residual <= tol:
         warnings.warn(f"relaxed_ot: the {solver} solver stopped at residual {residual:.1e} after {n_iter} iterations "
-                      f"(tol {tol:.1e})", RuntimeWarning, stacklevel=2)
+                      f"(tol {tol:.1e})", RuntimeWarning, stacklevel=3)  # no_grad is a frame of its own
     return RotResult(problem.plan(g) if return_plan else None, problem.beta(g)[0], g, n_iter, residual, residual <= tol)
 
 
 def moving_average_marginal(beta, log_p, mu=0.99, reduce=None):
     """MOT's class distribution (Sec. 4.3): mu * beta + (1 - mu) * v, v_j the share of rows whose largest log_p is j.
 
-    beta: (K,) the last one, float64. log_p: (N, K), this process's rows. Returns (K,) float64, the prior for
-    relaxed_ot(..., penalty="equality").
+    beta: (K,) the last one, float64. log_p: (N, K), this process's rows. mu: between 0 and 1. Returns (K,) float64, the prior
+    for relaxed_ot(..., penalty="equality"). Raises ValueError for a mu or a shape that cannot be.
     """
+    if not 0 <= mu <= 1:
+        raise ValueError(f"mu must lie between 0 and 1, got {mu}")
+    if log_p.ndim != 2 or beta.shape != log_p.shape[1:]:
+        raise ValueError(f"beta must have shape (K,) and log_p (N, K), got {tuple(beta.shape)} and {tuple(log_p.shape)}")
     v = torch.bincount(log_p.argmax(1), minlength=log_p.shape[1]).double()
     v = v if reduce is None else reduce(v)
     return mu * beta + (1 - mu) * v / v.sum()
@@ -102,18 +109,17 @@ def _check(log_p, lambda1, lambda2, row, prior, penalty, init, reduce):
     if penalty not in ("reverse_kl", "kl", "equality"):
         raise ValueError(f"penalty must be 'reverse_kl', 'kl' or 'equality', got {penalty!r}")
 
-    def vector(name, value, size, positive):
-        value = torch.as_tensor(value, dtype=torch.float64, device=device)
+    def vector(name, value, size, default):
+        value = torch.full((size,), default) if value is None else torch.as_tensor(value)
         if value.shape != (size,):
             raise ValueError(f"{name} must have shape ({size},), got {tuple(value.shape)}")
-        if not value.isfinite().all() or (positive and not (value > 0).all()):
-            raise ValueError(f"{name} must be finite{' and positive' if positive else ''}")
-        return value
+        return value.to(device, torch.float64)
 
-    alpha = torch.ones(N, dtype=torch.float64, device=device) if row is None else vector("row", row, N, True)
-    prior = torch.ones(K, dtype=torch.float64, device=device) if prior is None else vector("prior", prior, K, True)
-    g = torch.zeros(K, dtype=torch.float64, device=device) if init is None else vector("init", init, K, False)
-
+    alpha, prior, g = vector("row", row, N, 1.0), vector("prior", prior, K, 1.0), vector("init", init, K, 0.0)
+    if not (prior.isfinite() & (prior > 0)).all():
+        raise ValueError("prior must be finite and positive")
+    if not g.isfinite().all():
+        raise ValueError("init must be finite")
     return log_p, alpha, prior, g, reduce
 
 
@@ -125,11 +131,12 @@ def _survey(log_p, alpha, prior, penalty, lambda1, chunk_rows, reduce):
     """
     K = log_p.shape[1]
     sums = torch.zeros(4, K, dtype=torch.float64, device=log_p.device)
-    faults = torch.zeros(2, dtype=torch.float64, device=log_p.device)
+    faults = torch.zeros(3, dtype=torch.float64, device=log_p.device)
+    faults[2] = (~(alpha.isfinite() & (alpha > 0))).sum()
     for i in range(0, len(log_p), chunk_rows):
         part = log_p[i:i + chunk_rows]
         top = part.amax(1, keepdim=True).double()
-        faults += torch.stack([(top.isnan() | top.isposinf()).sum(), top.isneginf().sum()])
+        faults[:2] += torch.stack([(top.isnan() | top.isposinf()).sum(), top.isneginf().sum()])
         gap = top - part
         near, missing = gap.amin(0) < 50 * lambda1, torch.zeros(K, device=gap.device)
         if gap.amax() == math.inf:
@@ -137,12 +144,14 @@ def _survey(log_p, alpha, prior, penalty, lambda1, chunk_rows, reduce):
             gap.masked_fill_(gap == math.inf, 0.0)
         sums[:3] += torch.stack([gap.sum(0), len(part) - missing, near])
     sums[3, 0] = alpha.sum()
-    faults, sums = reduce(torch.cat([faults, sums.flatten()])).split([2, 4 * K])
+    faults, sums = reduce(torch.cat([faults, sums.flatten()])).split([3, 4 * K])
     total_gap, usable, near, (weight, *_) = sums.view(4, K)
     if faults[0]:
         raise ValueError("log_p must not hold NaN or +inf")
     if faults[1]:
         raise ValueError("log_p must have a finite entry in every row")
+    if faults[2]:
+        raise ValueError("row must be finite and positive")
     if weight == 0:
         raise ValueError("log_p must have at least one row")
     empty = usable == 0

@@ -132,6 +132,7 @@ def test_row_weights_are_repeated_rows():
     lambda x: x.masked_fill(torch.eye(40, 6, dtype=torch.bool), float("-inf")),
     lambda x: torch.cat([torch.tensor([[float("-inf")] * 5 + [0.0]], dtype=x.dtype), x]),
     lambda x: torch.cat([x[:, :5], torch.full((40, 1), -1e4, dtype=x.dtype)], 1),
+    lambda x: torch.cat([x[:, :3], torch.full((40, 3), -1e4, dtype=x.dtype)], 1),
     lambda x: x[:3], lambda x: x[:1], lambda x: x[:, :1], lambda x: x[:1].repeat(40, 1), lambda x: x * 50 + 7])
 @pytest.mark.parametrize("penalty", PENALTIES)
 def test_survives(change, penalty):
@@ -143,6 +144,9 @@ def test_survives(change, penalty):
     assert (r.plan.sum(0) - r.beta).abs().sum() < 1e-8
     parts = relaxed_ot(log_p, 0.05, 2.0, penalty=penalty, chunk_rows=7)
     assert parts.converged and torch.allclose(parts.plan, r.plan, atol=1e-8)
+    if log_p[log_p.isfinite()].min() > -100 and (penalty != "equality" or len(log_p) > 3):  # else thousands
+        sweeps = relaxed_ot(log_p, 0.05, 2.0, penalty=penalty, solver="sinkhorn", tol=1e-7)
+        assert sweeps.converged and torch.allclose(sweeps.plan, r.plan, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -154,9 +158,21 @@ def test_low_precision_input_is_solved_in_high_precision(dtype):
 
 @pytest.mark.parametrize("lambda1,lambda2", [(1e-3, 2.0), (1e-4, 2.0), (1e-4, 1e-3), (1e-4, 1e6), (0.05, 1e-3), (0.05, 1e6),
                                             (0.01, 100.0), (10.0, 2.0)])
-@pytest.mark.parametrize("penalty", ["reverse_kl", "kl"])
-def test_extreme_weights_converge(lambda1, lambda2, penalty):
-    assert relaxed_ot(scores(300, 12, seed=9), lambda1, lambda2, penalty=penalty).converged
+@pytest.mark.parametrize("penalty", PENALTIES)
+def test_extreme_weights_converge_or_say_so(lambda1, lambda2, penalty):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        r = relaxed_ot(scores(300, 12, seed=9), lambda1, lambda2, penalty=penalty)
+    assert r.converged or penalty == "equality" and lambda1 == 1e-4  # a linear program in all but name
+    assert len(said) == (not r.converged) and r.plan.isfinite().all()
+
+
+def test_scores_that_carry_a_gradient_are_taken_as_numbers(monkeypatch):
+    log_p = scores(seed=8)
+    for keep in (2**26, 0):
+        monkeypatch.setattr(rot._SemiDual, "KEEP", keep)
+        found = [relaxed_ot(x, row=x[:, 0].exp() + 1, prior=x[0].exp()) for x in (log_p, log_p.clone().requires_grad_())]
+        assert torch.equal(found[0].plan, found[1].plan) and not found[1].plan.requires_grad
 
 
 @pytest.mark.parametrize("far", [1, 4])
@@ -183,7 +199,9 @@ def test_a_hessian_that_served_well_serves_again(monkeypatch):
     (dict(lambda1=0), "lambda1"), (dict(lambda2=-1), "lambda2"), (dict(lambda1=float("nan")), "lambda1"),
     (dict(prior=torch.tensor([1.0, 0.0])), "prior"), (dict(prior=torch.ones(3)), "prior"), (dict(row=torch.ones(3)), "row"),
     (dict(row=torch.tensor([1.0, -1])), "row"), (dict(init=torch.ones(3)), "init"), (dict(penalty="tv"), "penalty"),
-    (dict(solver="adam"), "solver"), (dict(solver="sinkhorn", sweeps=0), "sweeps")])
+    (dict(row=torch.tensor([1.0, float("nan")])), "row"), (dict(init=torch.tensor([0.0, float("inf")])), "init"),
+    (dict(solver="adam"), "solver"), (dict(solver="sinkhorn", sweeps=0), "sweeps"), (dict(chunk_rows=-1), "chunk_rows"),
+    (dict(max_iter=-1), "max_iter"), (dict(tol=float("nan")), "tol")])
 def test_bad_arguments_are_named(kwargs, name):
     with pytest.raises(ValueError, match=name):
         relaxed_ot(**{"log_p": torch.zeros(2, 2), **kwargs})
@@ -197,8 +215,9 @@ def test_an_empty_column_stays_empty_under_kl():
 
 
 def test_non_convergence_is_said():
-    with pytest.warns(RuntimeWarning, match="residual"):
+    with pytest.warns(RuntimeWarning, match="residual") as said:
         r = relaxed_ot(scores(200, 20), 0.05, 2.0, solver="sinkhorn", max_iter=3)
+    assert len(said) == 1
     assert not r.converged and r.residual > 1e-9 and r.n_iter == 3
 
 
@@ -245,10 +264,12 @@ for first, keep in ((30, 2**26), (30, 0), (101, 2**26)):   # rank 1 holds 71 row
             assert (part.plan - whole.plan[own]).abs().sum() <= 1e-12
     mass = torch.full((7,), 1 / 7, dtype=torch.float64)
     assert torch.allclose(moving_average_marginal(mass, log_p[own], 0.5, add), moving_average_marginal(mass, log_p, 0.5))
-try:   # a fault in one rank's rows is every rank's error: none is left waiting
-    relaxed_ot(log_p[own] * (float("nan") if dist.get_rank() == 0 else 1), reduce=add)
-except ValueError as err:
-    print("refused", err)
+bad = float("nan") if dist.get_rank() == 0 else 1   # a fault in one rank's rows is every rank's error: none is left waiting
+for faulty in (dict(log_p=log_p[own] * bad), dict(log_p=log_p[own], row=weight[own] * bad)):
+    try:
+        relaxed_ot(**faulty, reduce=add)
+    except ValueError as err:
+        print("refused", err)
 dist.destroy_process_group()
 """
 
@@ -257,7 +278,8 @@ def test_two_ranks_with_uneven_rows_get_the_beta_of_one(tmp_path):
     (tmp_path / "check.py").write_text(RANKS.format(repo=str(Path(__file__).parent.parent)))
     done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
                            str(tmp_path / "check.py")], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and done.stdout.count("refused") == 2 and "must not hold NaN" in done.stdout, done.stderr
+    assert done.returncode == 0 and done.stdout.count("refused log_p must not hold NaN") == 2, done.stderr
+    assert done.stdout.count("refused row must be finite") == 2
 
 
 def test_warm_start_chunks_and_no_plan(monkeypatch):
@@ -278,6 +300,12 @@ def test_newton_and_sinkhorn_agree_and_newton_needs_few_steps():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert relaxed_ot(log_p, 0.05, 2.0).converged
+
+
+@pytest.mark.parametrize("beta, mu, name", [(torch.ones(3), 0.9, "beta"), (torch.ones(2), 1.5, "mu")])
+def test_moving_average_marginal_names_what_is_wrong(beta, mu, name):
+    with pytest.raises(ValueError, match=name):
+        moving_average_marginal(beta, torch.zeros(4, 2), mu)
 
 
 def test_moving_average_marginal():
