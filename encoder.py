@@ -112,7 +112,7 @@ def pick_dtype(wanted, device):
     if wanted != "auto":
         return getattr(torch, wanted)
     if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
     return torch.bfloat16 if torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported() else torch.float32
 
 
@@ -159,9 +159,10 @@ class Encoder(nn.Module):
         if self.device.type != "cpu" or self.folder is None or size * self.dtype.itemsize <= self.cache_gb * 1e9:
             return torch.empty(T, self.hidden_size, dtype=self.dtype, device=self.device)
         self.folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=self.folder) as file:
+        with tempfile.TemporaryFile(dir=self.folder) as file:  # without a name: nothing is left of it after a kill -9 either
             os.posix_fallocate(file.fileno(), 0, size * self.dtype.itemsize)  # a full disk shows here, not as a crash later
-            return torch.from_file(file.name, shared=True, size=size, dtype=self.dtype).view(T, self.hidden_size)
+            path = f"/proc/self/fd/{file.fileno()}"
+            return torch.from_file(path, shared=True, size=size, dtype=self.dtype).view(T, self.hidden_size)
 
     def run_layer(self, layer, x, lengths, kept=None):
         """A transformer layer on the tokens x (T, H) of rows sorted by length, lengths (B,). Returns (T, H).

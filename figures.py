@@ -424,7 +424,7 @@ def varied(runs, key, same=None):
     for run in runs:
         config = {**run["config"], "tag": run.get("tag", ""), "encoder": run["encoder"], "method": run["method"]}
         config["lambda2"] = config.get("lambda2") or (2.0 if config["gamma"] > 1 else 7.0)  # what train_imbanid.py makes of 0
-        rest = {k: v for k, v in config.items() if (k in same if same else k not in (key, "seed", "tag", "pretrain"))}
+        rest = {k: v for k, v in config.items() if (k in same if same else k not in (key, "seed", "tag", "pretrain", "dtype"))}
         title = CORPORA[run["dataset"]][0] + ("" if key == "gamma" else f", gamma {run['gamma']:g}")
         found.setdefault(json.dumps(rest, sort_keys=True), (title, {}))[1].setdefault(config.get(key), []).append(run)
     return [(title, dict(sorted(by_value.items()))) for title, by_value in found.values() if len(by_value) > 1]

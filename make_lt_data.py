@@ -92,6 +92,10 @@ class UserError(Exception):
     """Something the user can mend. run_script prints it as one line and exits with 2."""
 
 
+class LostProcessError(UserError):
+    """Another process of torchrun has died; whoever is left says so."""
+
+
 def parse_args(Args, argv=None):
     """Args with the command line applied: one flag a field, its help the field's comment. A bad flag raises UserError."""
     parser = argparse.ArgumentParser(description=sys.modules[Args.__module__].__doc__, allow_abbrev=False,
@@ -110,17 +114,21 @@ def parse_args(Args, argv=None):
 
 
 def first_process():
-    """Whether this process is the one that speaks: under torchrun all meet the same mistakes and finished runs."""
-    return os.environ.get("RANK", "0") == "0"
+    """Whether this process is its node's one that speaks: under torchrun all meet the same mistakes and finished runs."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def run_script(main, Args=None):
     """Run main(args), or main(words) without Args, and turn what a user can cause into one line on stderr, exit code 2."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a batch system's way to say Ctrl-C
+    def stop(*_):
+        raise KeyboardInterrupt("SIGTERM")
+
+    signal.signal(signal.SIGTERM, stop)  # a batch system's way to say Ctrl-C, and torchrun's to those who outlive a process
+    every = False  # whether all processes say it, or one for all
     try:
         main(parse_args(Args) if Args else sys.argv[1:])
     except UserError as err:
-        message = str(err)
+        message, every = str(err), isinstance(err, LostProcessError)
     except BrokenPipeError:  # `| head` has read enough
         os._exit(0)
     except OSError as err:
@@ -129,11 +137,13 @@ def run_script(main, Args=None):
                              errno.EISDIR, errno.EEXIST, errno.EIO):
             raise
         message = f"cannot use {err.filename or 'the output folder'}: {err.strerror or err}; nothing was left half-written"
-    except KeyboardInterrupt:
+        every = True
+    except KeyboardInterrupt as err:
+        every = bool(err.args)
         message = "stopped; the same command goes on from the last finished epoch"
     else:
         return
-    if first_process():
+    if every or first_process():
         print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
     sys.exit(2)
 

@@ -10,6 +10,7 @@ Writes  out/<run>/pretrain.pt     last_layer, mlm_head, the known-class classifi
 L_p = cross-entropy on the labelled rows + masked language modelling on all rows (Eq. 2). Only the last transformer layer
 and the heads train. The best epoch on dev, which holds known classes only, is kept.
 """
+import datetime
 import hashlib
 import math
 import os
@@ -28,7 +29,7 @@ from torch.nn.functional import cross_entropy, normalize, softplus
 from tqdm import tqdm
 
 from encoder import Encoder, pick_dtype
-from make_lt_data import UserError, check_positive, first_process, open_run, run_script, write_atomic
+from make_lt_data import LostProcessError, UserError, check_positive, first_process, open_run, run_script, write_atomic
 
 SEARCHED = 20_000  # unlabelled rows that the first centres and the number of classes are searched on
 
@@ -438,11 +439,13 @@ def start_processes(device):
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     else:
-        torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ["LOCAL_WORLD_SIZE"])))
+        if os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun's own default, on any number of cores
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"])))
     # torchrun --max_restarts keeps its store: without a prefix the new processes could read addresses of the dead ones.
     store, rank, world = next(dist.rendezvous("env://"))
     store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=world)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=world,
+                            timeout=datetime.timedelta(hours=6))  # process 0 seeds a large corpus while the others wait
     return rank, world, device
 
 
@@ -479,7 +482,7 @@ def on_all_processes(device, work):
     except RuntimeError as err:
         if world == 1 or not any(word in str(err) for word in ("onnection", "NCCL", "peer", "imed out")):
             raise
-        raise UserError("another process died: the same command goes on from the last finished epoch") from None
+        raise LostProcessError("another process died: the same command goes on from the last finished epoch") from None
     if world > 1:
         dist.destroy_process_group()
         sys.stdout.flush()
@@ -489,7 +492,7 @@ def on_all_processes(device, work):
 def joint_step(loss, optimizer, where, rows):
     """An optimizer step with the gradients of all processes' shares of the loss summed, and clipped to 1.0.
 
-    where and rows, the training rows of the batch, are for the UserError of a gradient that is not finite.
+    where and rows, this process's training rows of the batch, are for the UserError of a gradient that is not finite.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     optimizer.zero_grad()
@@ -497,12 +500,25 @@ def joint_step(loss, optimizer, where, rows):
         loss.backward()
     flat = sum_over_ranks(torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters]))
     if not torch.isfinite(flat).all():
+        parts = [rows.tolist()]
+        if dist.is_initialized():
+            parts = [None] * dist.get_world_size()
+            dist.all_gather_object(parts, rows.tolist())
         raise UserError(f"a gradient is not finite in {where}, at lr {optimizer.param_groups[0]['lr']:.1e}, training rows "
-                        f"{sorted({*rows.tolist()})}: try a smaller --lr or --dtype float32; the last finished epoch is saved")
+                        f"{sorted({*sum(parts, [])})}: try a smaller --lr or --dtype float32; the last finished epoch is saved")
     for p, g in zip(parameters, flat.split([p.numel() for p in parameters])):
         p.grad = g.view_as(p)
     nn.utils.clip_grad_norm_(parameters, 1.0)
     optimizer.step()
+
+
+def check_weights(encoder, hidden, head, where):
+    """UserError where the last step has driven weights so far that they say nothing: nobody wants to go on from there."""
+    few = encoder.all_features(hidden.take(torch.arange(min(8, len(hidden)), device=encoder.device)))
+    length = normalize(torch.cat([few, head.detach()]), dim=1).norm(dim=1)
+    if int(sum_over_ranks(((length - 1).abs() >= 0.1).logical_or(length.isnan()).sum())):
+        raise UserError(f"the weights are not finite after {where}: try a smaller --lr or --dtype float32; the last finished "
+                        "epoch before it is saved")
 
 
 # ---- pre-training ----
@@ -559,6 +575,7 @@ def main(args):
     if found and same_config(found["config"], config, done, args.restart):
         if first_process():
             print(f"{done} is there already, made with the same settings (dev accuracy {found['dev_accuracy']:.2f}): skipped")
+            (out / "pretrain_part.pt").unlink(missing_ok=True)
         return
     on_all_processes(device, lambda *where: train(args, texts, labels, meta, config, dtype, out, *where))
 
@@ -618,6 +635,7 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
             epoch += 1
             ce, mlm = train_epoch(encoder, classifier, optimizer, hidden["train"], masked, target, label, args, epoch,
                                   rank, world)
+            check_weights(encoder, hidden["train"], classifier, f"epoch {epoch}")
             z = unit_features("dev")
             judged = dev_result(z, classifier, dev_label, args.temperature) if rank == 0 else (0.0, 0.0)  # one for all
             loss, accuracy = sum_over_ranks(torch.tensor(judged, dtype=torch.float64, device=device)).tolist()
@@ -635,10 +653,10 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
     if rank > 0:
         return
     seconds = time.time() - start
+    for stale in out.glob("kmeans_*.npy"):  # of the features before; train_imbanid.py keeps them from one run to the next
+        stale.unlink()
     save_checkpoint(done, **best, config=config, log=log, seconds=seconds, processes=world)  # each draws its own masks
     part.unlink(missing_ok=True)
-    for stale in out.glob("kmeans_*.npy"):  # train_imbanid.py keeps them from one run to the next
-        stale.unlink()
     kept = (f"kept epoch {best['epoch']} with dev loss {best['dev_loss']:.4f} and accuracy {best['dev_accuracy']:.2f}"
             if len(dev_label) else "no dev rows to choose among them")
     print(f"pre-training: {epoch} epochs in {seconds:.0f} s, {kept}; written to {done}")

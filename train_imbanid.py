@@ -50,6 +50,7 @@ from metrics import cluster_metrics
 from pretrain import (
     appendix_e,
     check_same_epoch,
+    check_weights,
     estimate_num_classes,
     gather_rows,
     joint_step,
@@ -335,13 +336,14 @@ def main(args):
     base = Path(args.out_dir) / run
     out = base.with_name(f"{run}_{args.tag}") if args.tag else base
     pre = open_pretrained(base / "pretrain.pt", data)
-    config = settings(args) | {"dataset": meta["dataset"], "pretrain": pre["config"]}
+    device = pick_device(args.device)
+    config = settings(args) | {"dataset": meta["dataset"], "pretrain": pre["config"],
+                               "dtype": str(pick_dtype(args.dtype, device)).split(".")[1]}
     results = read_finished(out, config, args.restart)
     if results:
         if first_process():
             print_results(results, out)
         return
-    device = pick_device(args.device)
     on_all_processes(device, lambda *where: train(args, texts, labels, meta, pre, config, data, base, out, *where))
 
 
@@ -463,6 +465,7 @@ def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, r
             epoch += 1
             losses = train_epoch(encoder, head, optimizer, schedule, hidden["train"], view, pseudo_label, confidence,
                                  clean[rank::world], steps, args, epoch, rank, world)
+            check_weights(encoder, hidden["train"], head, f"epoch {epoch}")
             found = (encoder.all_features(hidden["dev"]) @ normalize(head.detach(), dim=1).T).argmax(1)
             right = int(sum_over_ranks((found == label["dev"][rank::world]).sum()))
             if rank > 0:
@@ -471,11 +474,11 @@ def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, r
                         "rot_iterations": transport.n_iter, "rot_residual": transport.residual,
                         "beta_max": float(transport.beta.max()), "beta_min": float(transport.beta.min()),
                         "dev_accuracy": 100 * right / len(label["dev"]) if len(label["dev"]) else None})
+            write_atomic(out / "log.jsonl", "".join(json.dumps(line) + "\n" for line in log))
             save_checkpoint(out / "last.pt", last_layer=trained_state(encoder.last_layer), head=head.detach().cpu(),
                             optimizer=optimizer.state_dict(), schedule=schedule.state_dict(), epoch=epoch, log=log,
                             potential=potential.cpu(), marginal=marginal.cpu(), config=config,
                             seconds=before + time.time() - start)
-            write_atomic(out / "log.jsonl", "".join(json.dumps(line) + "\n" for line in log))
             bar.update()
             bar.set_postfix(dev=f"{log[-1]['dev_accuracy'] or math.nan:.2f}", clean=f"{log[-1]['clean']:.2f}")
     return epoch, before, assign

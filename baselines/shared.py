@@ -75,7 +75,10 @@ class Run:
         self.out = base.with_name("_".join(filter(None, (name, method, args.tag))))
         self.pre = pre_trained(args, base / "pretrain.pt", self.data) if pretrained else None
         self.seconds = {"pretrain": self.pre["seconds"]} if pretrained else {}
-        self.config = pretrain.settings(args) | {"method": method, "pretrain": self.pre["config"] if pretrained else None,
+        self.device = pretrain.pick_device(args.device)
+        dtype = pick_dtype(args.dtype, self.device)
+        self.config = pretrain.settings(args) | {"method": method, "dtype": str(dtype).split(".")[1],
+                                                 "pretrain": self.pre["config"] if pretrained else None,
                                                  "data": pretrain.data_fingerprint(self.data)}
         results = read_finished(self.out, self.config, args.restart)
         self.finished = results is not None
@@ -84,9 +87,7 @@ class Run:
             return
         (self.out / "results.json").unlink(missing_ok=True)  # what --restart replaces
         start = time.time()
-        self.device = pretrain.pick_device(args.device)
-        self.encoder = Encoder(args.encoder, args.max_length, self.device, pick_dtype(args.dtype, self.device), True,
-                               args.cache_gb, self.out)
+        self.encoder = Encoder(args.encoder, args.max_length, self.device, dtype, True, args.cache_gb, self.out)
         self.tokens = {split: self.encoder.tokenize(texts[split]) for split in texts}
         self.hidden = {split: self.encoder.cache(tokens, f"reading {split}") for split, tokens in self.tokens.items()}
         self.label = {split: torch.from_numpy(self.labels[split]).to(self.device) for split in ("train", "dev")}
