@@ -9,6 +9,7 @@ Writes  out/<run>/figures/*.png and report.html; of several runs also out/figure
     python figures.py out/clinc_g10_s*                                             of each run, and what compares them
     python figures.py mean out/clinc_g10_s0 out/clinc_g10_s1 out/clinc_g10_s2      mean and standard deviation over seeds
     python figures.py keep out/clinc_g10_s0 out/clinc_g10_s1                       copy results.json to results/<run>.json
+    python figures.py results/*_g10_s?_omega* results/*_g10_s?.json                what compares kept runs, in out/figures/
     python figures.py table                                                        README's tables, in Markdown
 """
 import base64
@@ -105,8 +106,8 @@ def results_table(folder="results"):
         run = read_results(path)
         if run["method"] == "imbanid" and not run["tag"] and usual_ratios(run):
             groups.setdefault((run["dataset"], run["gamma"], run["encoder"]), []).append(run)
-    columns = ("corpus", "gamma", "encoder", "seeds", "ACC", "NMI", "ARI", "known", "novel", "semi-sup. k-means, ACC",
-               "k-means, ACC", "paper ACC / NMI / ARI (BERT)")
+    columns = ("corpus", "gamma", "encoder", "seeds", "ACC", "NMI", "ARI", "known", "novel", "ACC (T)",
+               "semi-sup. k-means, ACC", "k-means, ACC", "paper ACC / NMI / ARI (BERT)")
     rows = []
     for key in sorted(groups, key=lambda key: (list(CORPORA).index(key[0]), key[1:])):
         (dataset, gamma, encoder), runs = key, groups[key]
@@ -115,7 +116,7 @@ def results_table(folder="results"):
         cells = [CORPORA[dataset][0], f"{gamma:g}", encoder, " ".join(str(run["seed"]) for run in runs)]
         cells += [f"{mean:.2f}" + (f" ± {sd:.2f}" if len(runs) > 1 else "")
                   for mean, sd in (ours[c] for c in ("ACC", "NMI", "ARI", "known", "novel"))]
-        cells += [f"{spread(runs, row)['ACC'][0]:.2f}" for row in ("ss_kmeans_raw", "kmeans_raw")]
+        cells += [f"{spread(runs, row)['ACC'][0]:.2f}" for row in ("test_kmeans", "ss_kmeans_raw", "kmeans_raw")]
         cells.append(f"{acc:.2f} / {nmi:.2f} / {ari:.2f}" if acc else "")
         rows.append(cells)
     return markdown(columns, rows)
@@ -152,6 +153,10 @@ def ablation_table(folder="results"):
             p = ttest_rel(ours, full).pvalue if len(seeds) > 1 and (ours != full).any() else math.nan
             cells.append(f"{ours.mean():.2f}" + (f", {(ours - full).mean():+.2f} (p {p:.2f})" if p == p else ""))
         rows.append(cells)
+    rows.append(["semi-sup. k-means, raw features"])
+    for dataset in corpora:
+        scores = spread([run for (name, tag, _), run in runs.items() if (name, tag) == (dataset, "")], "ss_kmeans_raw")
+        rows[-1] += [f"{scores[group][0]:.2f}" for group in (*GROUPS, "ACC")]
     heads = [f"{CORPORA[dataset][0]} {group}" for dataset in corpora for group in (*GROUPS, "ACC")]
     return markdown(["", *heads], rows)
 
@@ -225,8 +230,10 @@ def settings_table(folder="results"):
                 rows.append([key, title, value if key != "num_classes" else value or "true",
                              " ".join(map(str, K if len(K) == 1 else [run["num_classes"] for run in found])),
                              " ".join(map(str, seeds)),
-                             *(f"{mean:.2f}" for mean, _ in (spread(found, "test")[c] for c in COLUMNS[:5]))])
-    return markdown(("setting", "corpus", "value", "K", "seeds", *COLUMNS[:5]), rows) if rows else ""
+                             *(f"{mean:.2f}" for mean, _ in (spread(found, "test")[c] for c in COLUMNS[:5])),
+                             f"{spread(found, 'ss_kmeans_raw')['ACC'][0]:.2f}"])
+    columns = ("setting", "corpus", "value", "K", "seeds", *COLUMNS[:5], "semi-sup. k-means, ACC")
+    return markdown(columns, rows) if rows else ""
 
 
 def transport_tables(folder="results"):
@@ -509,18 +516,20 @@ def attempt(path, build, *given):
         known = isinstance(err, (UserError, OSError))
         print(f"{path} left out: {err if known else f'a file it needs is damaged or of another run ({err!r})'}")
         return False
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, made if isinstance(made, str) else lambda f: made.savefig(f, format="png", dpi=150))
     print(path)
     return True
 
 
 def draw(paths):
-    for path in paths:
-        if not (Path(path) / "results.json").is_file():
+    runs = []
+    for path in dict.fromkeys(map(Path, paths)):
+        kept = path.suffix == ".json"  # of results/: for what compares runs alone
+        if not (path if kept else path / "results.json").is_file() or "config" not in (run := read_results(path)):
             raise UserError(f"{path} is no run, it holds no results.json; {USAGE}")
-    runs = [{**read_results(path), "folder": Path(path)} for path in dict.fromkeys(paths)]
-    for run in runs:
+        runs.append({**run, "folder": Path("out") / path.stem if kept else path, "kept": kept})
+    for run in [run for run in runs if not run["kept"]]:
         if run.get("own"):
             print(f"{run['folder']}: own data has no true classes, so tsne_map, groups and confusion are left out")
         builds = (class_sizes, epochs) if run.get("own") else (class_sizes, tsne_map, groups, epochs, confusion)

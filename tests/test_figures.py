@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -38,7 +39,8 @@ def make_run(folder, seed=0, tag="", **settings):
     log = [{"epoch": i, "dev_accuracy": 80.0 + i, "rot_iterations": 5, "rot_residual": 1e-8 * (i - 1)} for i in (1, 2, 3)]
     (out / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
     results = {"dataset": "demo", "gamma": config["gamma"], "seed": seed, "method": "imbanid", "tag": tag, "encoder": "minilm",
-               "epochs": 3, "seconds": {"train": 60}, "num_classes": 6, "config": config, "test": SCORES, "kmeans_raw": SCORES}
+               "epochs": 3, "seconds": {"train": 60}, "num_classes": 6, "config": config, "test": SCORES, "kmeans_raw": SCORES,
+               "ss_kmeans_raw": SCORES}
     (out / "results.json").write_text(json.dumps(results))
     return out
 
@@ -187,6 +189,15 @@ def test_several_runs_are_compared_where_they_differ(tmp_path):
     drawn = tmp_path / "out/figures"
     assert {path.name for path in drawn.iterdir()} == {"omega.png", "lambda2.png", "known_ratio.png", "tag.png", "gamma.png"}
     assert all(map(is_picture, drawn.iterdir()))
+
+
+def test_kept_results_alone_give_the_curves(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    kept = [str(path) for name in ("clinc_g10_s0.json", "clinc_g10_s0_omega*.json") for path in (REPO / "results").glob(name)]
+    figures.main(kept)
+    assert [str(path) for path in Path().rglob("*.*")] == ["out/figures/omega.png"]
+    with pytest.raises(UserError, match="no run"):
+        figures.main([*kept, str(REPO / "results/bench_rot.json")])
 
 
 def test_seeds_alone_are_nothing_to_compare(tmp_path):
