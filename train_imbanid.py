@@ -224,7 +224,7 @@ def save_run(out, arrays, results):
     for name, value in arrays.items():
         write_atomic(out / f"{name}.npy", lambda f, value=value: np.save(f, value))
     results |= {"peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, "commit": commit(),
-                "versions": versions()}
+                "threads": torch.get_num_threads(), "versions": versions()}
     clean = json.loads(json.dumps(results), parse_constant=lambda name: None)  # a group without rows: null, not NaN
     write_atomic(out / "results.json", json.dumps(clean, indent=1) + "\n")
 
@@ -399,8 +399,9 @@ def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, 
         arrays["test_feature"] = z["final"]["test"].cpu().numpy()
     lap("evaluate")
     results = {"dataset": meta["dataset"], "gamma": meta.get("gamma"), "seed": args.seed, "method": "imbanid", "tag": args.tag,
-               "encoder": pre["config"]["encoder"], "epochs": epoch, **scores, "num_classes": K, "processes": world,
-               "pretrain_processes": pre["processes"], "seconds": seconds, "config": config}
+               "encoder": pre["config"]["encoder"], "epochs": epoch, "kept": {"pretrain": pre["epoch"]}, **scores,
+               "num_classes": K, "processes": world, "pretrain_processes": pre["processes"], "seconds": seconds,
+               "config": config}
     save_run(out, arrays, results)
     print_results(results, out)
 

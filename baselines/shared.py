@@ -66,7 +66,7 @@ class Run:
         check_tag(args)
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             raise UserError("the compared methods run on one process: python, not torchrun")
-        self.args, self.method, self.views, self.log, self.epochs = args, method, {}, [], {}
+        self.args, self.method, self.views, self.log, self.epochs, self.kept = args, method, {}, [], {}, {}
         name, self.data, texts, self.labels, _, self.meta = open_run(args)
         self.K, self.num_known = self.meta["num_classes"], self.meta["num_known"]
         if not self.meta["num_unlabelled"]:
@@ -96,7 +96,7 @@ class Run:
         torch.manual_seed(args.seed)  # the heads that a method makes
         if pretrained:
             load_trained(self.encoder.last_layer, self.pre["last_layer"])
-            self.epochs["pretrain"] = len(self.pre["log"])
+            self.epochs["pretrain"], self.kept["pretrain"] = len(self.pre["log"]), self.pre["epoch"]
         self.seconds["features"] = time.time() - start
 
     def draw_labelled(self, most):
@@ -278,7 +278,7 @@ def train(run, stage, heads, batch_loss, *, epochs, batch_size, lr, rows=None, b
     modules.eval()
     run.seconds[stage] = before + time.time() - start
     run.log += log
-    run.epochs[stage] = epoch
+    run.epochs[stage], run.kept[stage] = epoch, best["epoch"]
     return {k: v.to(run.device) if torch.is_tensor(v) else v for k, v in best["memory"].items()}
 
 
@@ -319,7 +319,7 @@ def finish(run, centre, dense=None):
               "train_feature": z["train"].half().cpu().numpy(), "test_feature": z["test"].cpu().numpy()}
     run.seconds["evaluate"] = time.time() - start
     results = {"dataset": run.meta["dataset"], "gamma": run.meta["gamma"], "seed": seed, "method": run.method,
-               "tag": run.args.tag, "encoder": run.args.encoder, "epochs": run.epochs, **scores, "num_classes": run.K,
-               "seconds": run.seconds, "config": run.config}
+               "tag": run.args.tag, "encoder": run.args.encoder, "epochs": run.epochs, "kept": run.kept, **scores,
+               "num_classes": run.K, "seconds": run.seconds, "config": run.config}
     save_run(run.out, arrays, results)
     print_results(results, run.out)
