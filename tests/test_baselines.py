@@ -251,11 +251,14 @@ def test_hidden_labels_change_no_byte(tiny_flags, tiny_run):
 def test_bad_flags_end_in_one_line(tiny_flags, tiny_run):
     task = ("--data_dir", tiny_flags["data_dir"], "--out_dir", tiny_flags["out_dir"], "--dataset", "demo", "--gamma", 4)
     for name, words, expected in (("usnid", ["--erase_rate", 2], "erase_rate"), ("kmeans", ["--features", "bert"], "features"),
-                                  ("gcd", ["--topk", 3], "topk"), ("clnn", ["--tag", "a/b"], "tag")):
+                                  ("gcd", ["--topk", 3], "topk"), ("clnn", ["--tag", "a/b"], "tag"),
+                                  ("deepaligned", ["--epochs", 0], "epochs"), ("latentem", ["--lr", "nan"], "lr"),
+                                  ("dpn", ["--batch_size", -1], "batch_size")):
         one_line_error(script("-m", f"baselines.{name}", *task, *words, ok=False), expected)
     with pytest.raises(shared.UserError, match="benchmark|run on"):
         method("dpn", **{**tiny_flags, "dataset": "my.csv"})
+    method("clnn", **{**tiny_flags, "epochs": 1, "tag": "first"})
     with pytest.raises(shared.UserError, match="other settings"):
-        method("clnn", **{**tiny_flags, "topk": 3})
+        method("clnn", **{**tiny_flags, "epochs": 1, "tag": "first", "topk": 3})
     with pytest.raises(shared.UserError, match="--encoder"):
         method("dpn", **{**tiny_flags, "encoder": "minilm", "tag": "other"})
