@@ -53,7 +53,8 @@ ROWS = (("ImbaNID", "test"), ("ImbaNID, protocol T", "test_kmeans"), ("k-means, 
         ("semi-supervised k-means, raw", "ss_kmeans_raw"), ("k-means, pre-trained features", "kmeans_pretrained"))
 COLUMNS = ("ACC", "NMI", "ARI", "known", "novel", "head", "medium", "tail")
 GROUPS = COLUMNS[-3:]
-USAGE = "usage: figures.py RUN..., figures.py mean RUN..., figures.py keep RUN..., or figures.py table; RUN is a folder in out/"
+USAGE = ("usage: figures.py RUN..., figures.py mean RUN..., figures.py keep RUN..., or figures.py table; "
+         "RUN is a folder in out/, or a file in results/")
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#666666")  # Okabe and Ito: safe for all eyes
 FONTS = ("Noto Sans CJK SC", "WenQuanYi Zen Hei", "Microsoft YaHei", "Hiragino Sans", "Arial Unicode MS")  # what DejaVu lacks
 MAP_ROWS = 3000  # of which t-SNE takes 20 seconds
@@ -155,8 +156,8 @@ def ablation_table(folder="results"):
         rows.append(cells)
     rows.append(["semi-sup. k-means, raw features"])
     for dataset in corpora:
-        scores = spread([run for (name, tag, _), run in runs.items() if (name, tag) == (dataset, "")], "ss_kmeans_raw")
-        rows[-1] += [f"{scores[group][0]:.2f}" for group in (*GROUPS, "ACC")]
+        full = [run for (name, tag, _), run in runs.items() if (name, tag) == (dataset, "")]
+        rows[-1] += [f"{spread(full, 'ss_kmeans_raw')[c][0]:.2f}" if full else "not run" for c in (*GROUPS, "ACC")]
     heads = [f"{CORPORA[dataset][0]} {group}" for dataset in corpora for group in (*GROUPS, "ACC")]
     return markdown(["", *heads], rows)
 
@@ -527,7 +528,7 @@ def draw(paths):
     for path in dict.fromkeys(map(Path, paths)):
         kept = path.suffix == ".json"  # of results/: for what compares runs alone
         if not (path if kept else path / "results.json").is_file() or "config" not in (run := read_results(path)):
-            raise UserError(f"{path} is no run, it holds no results.json; {USAGE}")
+            raise UserError(f"{path} is no run that has finished; {USAGE}")
         runs.append({**run, "folder": Path("out") / path.stem if kept else path, "kept": kept})
     for run in [run for run in runs if not run["kept"]]:
         if run.get("own"):
@@ -537,12 +538,15 @@ def draw(paths):
         pictures = {path: build.__doc__ for build, path in paths.items() if attempt(path, build, run)}
         if run["method"] == "imbanid":
             attempt(run["folder"] / "report.html", report, run, pictures)
-    alike = "dataset method gamma known_ratio labeled_ratio encoder omega lambda2".split()
+    compared, alike = False, "dataset method gamma known_ratio labeled_ratio encoder omega lambda2".split()
     for key, build, same in (("gamma", gamma_curves, ("dataset",)), ("omega", setting_curves, None),
                              ("lambda2", setting_curves, None), ("known_ratio", setting_bars, None),
                              ("tag", setting_bars, alike)):
         if found := varied([run for run in runs if "test" in run], key, same):
             attempt(runs[0]["folder"].resolve().parent / "figures" / f"{key}.png", build, found, key)
+            compared = True
+    if not compared and all(run["kept"] for run in runs):
+        raise UserError("these files differ in no setting that a picture shows: pass runs that do, or folders of out/")
 
 
 def main(words):

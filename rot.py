@@ -110,10 +110,12 @@ def _check(log_p, lambda1, lambda2, row, prior, penalty, init, reduce):
         raise ValueError(f"penalty must be 'reverse_kl', 'kl' or 'equality', got {penalty!r}")
 
     def vector(name, value, size, default):
-        value = torch.full((size,), default) if value is None else torch.as_tensor(value)
+        if value is None:
+            return torch.full((size,), default, dtype=torch.float64, device=device)
+        value = torch.as_tensor(value, dtype=torch.float64, device=device)
         if value.shape != (size,):
             raise ValueError(f"{name} must have shape ({size},), got {tuple(value.shape)}")
-        return value.to(device, torch.float64)
+        return value
 
     alpha, prior, g = vector("row", row, N, 1.0), vector("prior", prior, K, 1.0), vector("init", init, K, 0.0)
     if not (prior.isfinite() & (prior > 0)).all():

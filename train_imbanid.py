@@ -337,8 +337,7 @@ def main(args):
     out = base.with_name(f"{run}_{args.tag}") if args.tag else base
     pre = open_pretrained(base / "pretrain.pt", data)
     device = pick_device(args.device)
-    config = settings(args) | {"dataset": meta["dataset"], "pretrain": pre["config"],
-                               "dtype": str(pick_dtype(args.dtype, device)).split(".")[1]}
+    config = settings(args, pick_dtype(args.dtype, device)) | {"dataset": meta["dataset"], "pretrain": pre["config"]}
     results = read_finished(out, config, args.restart)
     if results:
         if first_process():
@@ -400,7 +399,7 @@ def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, 
     lap("evaluate")
     results = {"dataset": meta["dataset"], "gamma": meta.get("gamma"), "seed": args.seed, "method": "imbanid", "tag": args.tag,
                "encoder": pre["config"]["encoder"], "epochs": epoch, "kept": {"pretrain": pre["epoch"]}, **scores,
-               "num_classes": K, "processes": world, "pretrain_processes": pre["processes"], "seconds": seconds,
+               "num_classes": K, "processes": world, "pretrain_processes": pre.get("processes"), "seconds": seconds,
                "config": config}
     save_run(out, arrays, results)
     print_results(results, out)
@@ -458,20 +457,20 @@ def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, r
         while epoch < epochs:
             pseudo_label, confidence, transport, marginal = assign()
             potential = transport.potential
-            clean = select_clean(gather_rows(pseudo_label, N), gather_rows(confidence, N), transport.beta, args.rho, args.tau_g,
-                                 not args.no_dr, not args.no_qr, labelled)
+            everyone = gather_rows(pseudo_label, N), gather_rows(confidence, N)
+            clean = select_clean(*everyone, transport.beta, args.rho, args.tau_g, not args.no_dr, not args.no_qr, labelled)
             if view is None or epoch % args.view_epochs == 0:
                 drawing = torch.Generator().manual_seed(7919 * (epoch // args.view_epochs + 1) + 104729 * args.seed + rank)
                 view = encoder.cache(encoder.replace_tokens(tokens["train"], args.replace_rate, drawing))
             epoch += 1
             losses = train_epoch(encoder, head, optimizer, schedule, hidden["train"], view, pseudo_label, confidence,
                                  clean[rank::world], steps, args, epoch, rank, world)
-            check_weights(encoder, hidden["train"], head, f"epoch {epoch}")
-            found = (encoder.all_features(hidden["dev"]) @ normalize(head.detach(), dim=1).T).argmax(1)
-            right = int(sum_over_ranks((found == label["dev"][rank::world]).sum()))
+            check_weights(optimizer, f"epoch {epoch}")
+            predicted = (encoder.all_features(hidden["dev"]) @ normalize(head.detach(), dim=1).T).argmax(1)
+            right = int(sum_over_ranks((predicted == label["dev"][rank::world]).sum()))
             if rank > 0:
                 continue
-            log.append({"epoch": epoch, **losses, "clean": float(clean.float().mean()), "confidence": float(confidence.mean()),
+            log.append({"epoch": epoch, **losses, "clean": float(clean.float().mean()), "confidence": float(everyone[1].mean()),
                         "rot_iterations": transport.n_iter, "rot_residual": transport.residual,
                         "beta_max": float(transport.beta.max()), "beta_min": float(transport.beta.min()),
                         "dev_accuracy": 100 * right / len(label["dev"]) if len(label["dev"]) else None})

@@ -77,9 +77,8 @@ class Run:
         self.seconds = {"pretrain": self.pre["seconds"]} if pretrained else {}
         self.device = pretrain.pick_device(args.device)
         dtype = pick_dtype(args.dtype, self.device)
-        self.config = pretrain.settings(args) | {"method": method, "dtype": str(dtype).split(".")[1],
-                                                 "pretrain": self.pre["config"] if pretrained else None,
-                                                 "data": pretrain.data_fingerprint(self.data)}
+        self.config = pretrain.settings(args, dtype) | {"method": method, "data": pretrain.data_fingerprint(self.data),
+                                                        "pretrain": self.pre["config"] if pretrained else None}
         results = read_finished(self.out, self.config, args.restart)
         self.finished = results is not None
         if self.finished:

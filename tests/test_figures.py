@@ -196,6 +196,8 @@ def test_kept_results_alone_give_the_curves(tmp_path, monkeypatch):
     kept = [str(path) for name in ("clinc_g10_s0.json", "clinc_g10_s0_omega*.json") for path in (REPO / "results").glob(name)]
     figures.main(kept)
     assert [str(path) for path in Path().rglob("*.*")] == ["out/figures/omega.png"]
+    with pytest.raises(UserError, match="differ in no setting"):
+        figures.main(kept[:1])
     with pytest.raises(UserError, match="no run"):
         figures.main([*kept, str(REPO / "results/bench_rot.json")])
 
