@@ -493,14 +493,20 @@ def test_ctrl_c_and_sigterm_say_how_to_go_on(tiny_run):
     for tag, sent in (("term", signal.SIGTERM), ("int", signal.SIGINT)):
         flags = map(str, (*task, *TINY_TRAIN, "--epochs", 3000, "--tag", tag))
         command = [sys.executable, str(REPO / "train_imbanid.py"), *flags]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                                   preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # a shell's & ignores it
-        while not (tiny_run[1] / f"out/demo_g4_s0_{tag}/last.pt").exists():
-            assert process.poll() is None
-            time.sleep(0.01)
+        process = start_until(tiny_run[1] / f"out/demo_g4_s0_{tag}/last.pt", command,
+                              preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # a shell's & ignores it
         process.send_signal(sent)
         said = process.communicate(timeout=60)[1].splitlines()
         assert process.returncode == 2 and len(said) == 1 and "the same command goes on" in said[0], said
+
+
+def start_until(saved, command, **options):
+    """A process of the command, once it has written the file `saved` and while it still runs."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+    while not saved.exists():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    return process
 
 
 def children(pid):
@@ -521,10 +527,7 @@ def test_a_killed_rank_ends_the_job_or_restarts_it(tiny_run, tiny_encoder, tmp_p
         saved, finished = out / "last.pt", out / "results.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--max_restarts",
                str(restarts), str(REPO / stage), *map(str, (*task, *flags))]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while not saved.exists():
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.01)
+    process = start_until(saved, command)
     rank = f"RANK={1 if restarts else 0}"  # 0 is the one that speaks for all
     environ = {pid: Path(f"/proc/{pid}/environ").read_text().split("\0") for pid in children(process.pid)}
     os.kill(next(pid for pid in environ if rank in environ[pid]), signal.SIGKILL)
@@ -544,12 +547,9 @@ def test_a_killed_pre_training_goes_on_and_ends_the_same(tiny_run, tiny_encoder,
     for name in ("unbroken", "broken"):
         command = [sys.executable, str(REPO / "pretrain.py"), *task, str(tmp_path / name), *flags]
         if name == "broken":
-            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            while not (tmp_path / name / "demo_g4_s0/pretrain_part.pt").exists():
-                assert process.poll() is None
-                time.sleep(0.01)
-            process.send_signal(signal.SIGKILL)
-            process.wait()
+            process = start_until(tmp_path / name / "demo_g4_s0/pretrain_part.pt", command)
+            process.kill()
+            process.communicate()
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0 and ("resuming" in done.stdout) == (name == "broken"), done.stderr
         ends.append(torch.load(tmp_path / name / "demo_g4_s0/pretrain.pt", weights_only=True))
@@ -619,13 +619,10 @@ def test_a_full_disk_is_said_in_one_line(tiny_run, tiny_encoder, tmp_path):
     one_line_error(done, "File too large")
     assert not [p for p in tmp_path.rglob("*") if p.is_file()]
 
-    process = subprocess.Popen([*command.split(), "--epochs", "60"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     part = tmp_path / "demo_g4_s0/pretrain_part.pt"
-    while not part.exists():
-        assert process.poll() is None
-        time.sleep(0.01)
+    process = start_until(part, [*command.split(), "--epochs", "60"])
     process.kill()
-    process.wait()
+    process.communicate()
     before = part.read_bytes()
     done = subprocess.run(["bash", "-c", f"trap '' XFSZ; ulimit -f 8; exec {command} --epochs 60"], capture_output=True,
                           text=True, timeout=120)
