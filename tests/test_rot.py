@@ -272,7 +272,7 @@ for faulty in (dict(log_p=log_p[own] * bad), dict(log_p=log_p[own], row=weight[o
     try:
         relaxed_ot(**faulty, reduce=add)
     except ValueError as err:
-        print("refused", err)
+        print(f"refused {{err}}\\n", end="")   # one write: the ranks share a pipe
 dist.destroy_process_group()
 """
 
