@@ -22,7 +22,8 @@ from transformers.utils import logging as transformers_logging
 from make_lt_data import UserError
 
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
-CHUNK = 128  # rows a forward pass takes at once, sorted by length: padding stays under a few percent
+CHUNK = 256  # rows a forward pass takes at once, sorted by length: padding stays under a few percent
+BLOCK = 128  # tokens a pass is filled up to a multiple of, see fill
 
 
 class Packed:
@@ -65,6 +66,25 @@ def by_row(values, lengths):
     """Yield (values of the rows of length L, L) for values (T, ...) of rows sorted by length, lengths (B,)."""
     sizes, counts = lengths.unique_consecutive(return_counts=True)
     return zip(values.split((sizes * counts).tolist()), sizes.tolist())
+
+
+def fill(x):
+    """x (T, ...) with rows of zeros up to a multiple of BLOCK.
+
+    A product of a size not seen before has its code generated first on processors with AMX, which takes several times as
+    long as the product, and no two batches have the same number of tokens.
+    """
+    return nn.functional.pad(x, (0, 0) * (x.dim() - 1) + (0, -len(x) % BLOCK))
+
+
+class Dropout(nn.Dropout):
+    """nn.Dropout, on a CPU from 16 random bits an element; torch's own took a sixth of a training step there."""
+
+    def forward(self, x):
+        if not self.training or not 0 < self.p < 1 or x.device.type != "cpu":
+            return super().forward(x)
+        bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-2 ** 63, None).view(torch.int16)
+        return x.masked_fill(bits[:x.numel()].view_as(x) < round(65536 * self.p) - 32768, 0) / (1 - self.p)
 
 
 def minilm_folder():
@@ -130,6 +150,8 @@ class Encoder(nn.Module):
         model.requires_grad_(False).to(device)
         layers = model.base_model.encoder.layer
         self.last_layer = layers[-1].requires_grad_(True)
+        for part in (self.last_layer.attention.output, self.last_layer.output):
+            part.dropout = Dropout(part.dropout.p)
         model.base_model.encoder.layer = layers[:-1]
         self._frozen = [model.eval()]  # in a list: not a submodule, so neither trained, saved nor reduced
         self._word = None  # id -> its place in the head's vocabulary, after limit_vocabulary
@@ -173,18 +195,19 @@ class Encoder(nn.Module):
         attention = layer.attention.self
         parts = [getattr(attention, name) for name in ("query", "key", "value")]
         heads, dropout = attention.num_attention_heads, attention.dropout.p if layer.training else 0.0
+        T, x = len(x), fill(x.to(self.dtype))
         with self.autocast():
-            qkv = linear(x.to(self.dtype), torch.cat([m.weight for m in parts]), torch.cat([m.bias for m in parts]))
+            qkv = linear(x, torch.cat([m.weight for m in parts]), torch.cat([m.bias for m in parts]))
             size = qkv.shape[1] // heads // 3
             context = [qkv.new_empty(0, heads, size)]  # for a process that has no row in this batch
-            for block, L in by_row(qkv, lengths):
+            for block, L in by_row(qkv[:T], lengths):
                 q, k, v = block.view(-1, L, 3, heads, size).permute(2, 0, 3, 1, 4)
                 context.append(scaled_dot_product_attention(q, k, v, dropout_p=dropout).transpose(1, 2).flatten(0, 1))
             context = torch.cat(context).flatten(1)
             if kept is not None:
-                context, x = context[kept], x[kept]
-            x = layer.attention.output(context, x)
-            return layer.output(layer.intermediate(x), x)
+                T, context, x = len(kept), context[kept], fill(x[kept])
+            x = layer.attention.output(fill(context), x)
+            return layer.output(layer.intermediate(x), x)[:T]
 
     @torch.no_grad()
     def trunk(self, tokens, desc=None):
@@ -262,10 +285,11 @@ class Encoder(nn.Module):
         if len(wanted) == 0:
             return torch.zeros((), device=self.device), 0
         with self.autocast():
-            logits = torch.cat(states)
+            logits = fill(torch.cat(states))
             for part in self.mlm_head:
                 logits = part(logits)
-        return nn.functional.cross_entropy(logits.float(), wanted if self._word is None else self._word[wanted]), len(wanted)
+        place = wanted if self._word is None else self._word[wanted]
+        return nn.functional.cross_entropy(logits[:len(wanted)].float(), place), len(wanted)
 
     def special(self, tokens):
         """bool (T,): [CLS], [SEP] and the like, which no augmentation may touch."""
