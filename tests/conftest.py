@@ -104,7 +104,7 @@ def tiny_encoder(tmp_path_factory):
 
 
 TINY_PRETRAIN = ("--epochs", 2, "--batch_size", 64, "--max_length", 32, "--dtype", "float32")
-TINY_TRAIN = ("--epochs", 2, "--batch_size", 64, "--swaps", 20, "--dtype", "float32", "--head_lr", 0.01, "--lr", 0.001)
+TINY_TRAIN = ("--epochs", 2, "--batch_size", 64, "--swaps", 5, "--dtype", "float32", "--head_lr", 0.01, "--lr", 0.001)
 
 
 @pytest.fixture(scope="session")

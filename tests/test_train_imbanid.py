@@ -18,7 +18,7 @@ from conftest import REPO, TINY_PRETRAIN, TINY_TRAIN, one_line_error, read_tsv, 
 
 import pretrain
 import train_imbanid
-from encoder import Encoder
+from encoder import Dropout, Encoder
 from make_lt_data import UserError, parse_args
 from pretrain import (
     appendix_e,
@@ -70,6 +70,24 @@ def test_only_the_last_layer_and_the_heads_train(encoder):
     assert trained and all(name.startswith(("last_layer.", "mlm_head.")) for name in trained)
     assert not any(p.requires_grad for p in encoder._frozen[0].base_model.parameters())
     assert all("decoder.weight" not in name for name in trained), "the tied embedding matrix must stay frozen"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dropout_drops_its_share_and_keeps_the_mean(dtype):
+    """A seventh of the elements, whichever of the four places of a drawn word theirs is, the same again by the same seed."""
+    part, x = Dropout(1 / 7), torch.full((100, 1999), 2.0, dtype=dtype, requires_grad=True)
+    torch.manual_seed(0)
+    y = part(x)
+    torch.manual_seed(0)
+    assert torch.equal(part(x), y) and not torch.equal(part(x), y)
+    dropped = (y == 0).flatten().float()
+    for place in range(4):
+        assert abs(float(dropped[place::4].mean()) - 1 / 7) < 0.01
+    assert torch.allclose(y[y > 0], torch.tensor(7 / 3, dtype=dtype), rtol=0.01)
+    y.sum().backward()
+    assert torch.equal(x.grad == 0, y == 0)
+    assert part.eval()(x) is x
+    assert torch.equal(Dropout(0.0)(x), x) and not Dropout(1.0)(x).any()
 
 
 def test_augmentations_leave_special_tokens_alone(encoder):
@@ -255,7 +273,8 @@ SWITCHES = [("--pseudo_label", "cot"), WEAK, ("--pseudo_label", "eot", *WEAK), (
             ("--no_dr", "--no_qr"), LOW, ("--no_adaptive_weight",), ("--no_cwcl",), ("--no_iwcl",), ("--omega", 0.9),
             ("--lambda1", 1.0), ("--lambda2", 0.1), ("--rho", 0.1), ("--tau", 0.5), ("--temperature", 0.2),
             ("--replace_rate", 0.6), ("--view_epochs", 1), ("--kappa", 3.0), ("--label_weight", 1.0), ("--num_classes", 10),
-            ("--num_classes", "auto"), ("--num_classes", "appendix_e", "--max_classes", 12, "--min_cluster", 3), ("--swaps", 0)]
+            ("--num_classes", "auto"), ("--num_classes", "appendix_e", "--max_classes", 12, "--min_cluster", 3),
+            ("--swaps", 0, "--num_classes", 10)]  # of two novel centres none may find a better place
 
 
 def test_every_switch_changes_the_run(tiny_run):
