@@ -153,7 +153,8 @@ def ablation_table(folder="results"):
             ours, full = (np.array([runs[dataset, which, seed]["test"]["ACC"] for seed in seeds])
                           for which in (tag, "" if paired else tag))
             p = ttest_rel(ours, full).pvalue if len(seeds) > 1 and (ours != full).any() else math.nan
-            cells.append(f"{ours.mean():.2f}" + (f", {(ours - full).mean():+.2f} (p {p:.2f})" if p == p else ""))
+            chance = f"p {p:.2f}" if p >= 0.005 else "p below 0.01"
+            cells.append(f"{ours.mean():.2f}" + (f", {(ours - full).mean():+.2f} ({chance})" if p == p else ""))
         rows.append(cells)
     rows.append(["semi-sup. k-means, raw features"])
     for dataset in corpora:
