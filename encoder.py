@@ -145,15 +145,20 @@ class Encoder(nn.Module):
     def __init__(self, name, max_length, device, dtype, cached=True, cache_gb=8.0, folder=None):
         super().__init__()
         self.tokenizer, model = load_masked_lm(name)
-        self.max_length, self.device, self.dtype = max_length, device, dtype
+        self.max_length = min(max_length, self.tokenizer.model_max_length, model.config.max_position_embeddings)
+        self.device, self.dtype = device, torch.float32
         self.cached, self.cache_gb, self.folder = cached, cache_gb, folder
-        model.requires_grad_(False).to(device)
+        if max_length < 3:
+            raise UserError(f"--max_length {max_length} leaves no word between the two tokens that enclose a text: pass 3 or more")
+        model.requires_grad_(False).to(device).eval()
+        self.check_like_bert(name, model.base_model)
+        self.dtype = dtype
         layers = model.base_model.encoder.layer
         self.last_layer = layers[-1].requires_grad_(True)
         for part in (self.last_layer.attention.output, self.last_layer.output):
             part.dropout = Dropout(part.dropout.p)
         model.base_model.encoder.layer = layers[:-1]
-        self._frozen = [model.eval()]  # in a list: not a submodule, so neither trained, saved nor reduced
+        self._frozen = [model]  # in a list: not a submodule, so neither trained, saved nor reduced
         self._word = None  # id -> its place in the head's vocabulary, after limit_vocabulary
         # Every part of the language model that is not the trunk is its head; the tied embedding matrix stays frozen.
         self.mlm_head = nn.ModuleList(m for m in model.children() if m is not model.base_model)
@@ -161,6 +166,20 @@ class Encoder(nn.Module):
         for p in self.mlm_head.parameters():
             p.requires_grad_(p is not tied)
         self.hidden_size = model.config.hidden_size
+
+    @torch.no_grad()
+    def check_like_bert(self, name, model):
+        """UserError unless run_layer makes of a text what the model itself does: same names do not make the same layers."""
+        ids = self.tokenize(["the same text"]).values
+        try:
+            x = model.embeddings(input_ids=ids[None])[0]
+            for layer in model.encoder.layer:
+                x = self.run_layer(layer, x, torch.tensor([len(ids)]))
+            alike = torch.allclose(x, model(input_ids=ids[None]).last_hidden_state[0], rtol=1e-3, atol=1e-3)
+        except (RuntimeError, IndexError):
+            alike = False
+        if not alike:
+            raise UserError(f"--encoder {name} is not BERT-like (its layers work otherwise): pass bert-base-uncased or minilm")
 
     def autocast(self):
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
@@ -258,7 +277,7 @@ class Encoder(nn.Module):
         rows = torch.arange(len(hidden), device=self.device)
         z = [self.features(hidden, part) for part in rows.split(4096)]
         self.last_layer.train(was_training)
-        return torch.cat(z) if z else torch.empty(0, self.hidden_size, device=self.device)
+        return torch.cat(z)
 
     def limit_vocabulary(self, tokens):
         """Let the language-model head choose among the ids that occur in Packed tokens, instead of the whole vocabulary.

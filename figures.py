@@ -83,9 +83,22 @@ def spread(runs, key):
     return {c: (v.mean(), v.std(ddof=1) if len(v) > 1 else 0.0) for c, v in values.items()}
 
 
+def read_benchmark(path):
+    """read_results of a run on a benchmark; UserError for anything else."""
+    run = read_results(path)
+    if "test" not in run:
+        raise UserError(f"{path} is no run on a benchmark: it has no test scores")
+    return run
+
+
 def print_mean(folders):
-    runs = [read_results(folder) for folder in folders]
+    runs = [read_benchmark(folder) for folder in folders]
     first = runs[0]
+    for run in runs:
+        for key in ("dataset", "gamma", "encoder", "method", "tag"):
+            if run[key] != first[key]:
+                raise UserError(f"these runs differ in more than the seed ({key} {first[key]}, {run[key]}): take their means "
+                                "one by one")
     print(f"\n{first['dataset']}, gamma {first['gamma']:g}, encoder {first['encoder']}, seeds "
           f"{' '.join(str(run['seed']) for run in runs)}: mean and standard deviation, percent")
     print(f"{'':30}" + "".join(f"{c:>14}" for c in COLUMNS))
@@ -145,7 +158,7 @@ def ablation_table(folder="results"):
             if not seeds:
                 cells += ["not run"] * 4
                 continue
-            theirs = paper[3 * list(CORPORA).index(dataset):]
+            theirs = (*paper, *3 * [math.nan])[3 * list(CORPORA).index(dataset):]
             for group, value in zip(GROUPS, theirs):
                 mean = np.mean([runs[dataset, tag, seed]["test"][group] for seed in seeds])
                 cells.append(f"{mean:.2f}" + (f" ({value:.2f})" if value == value else ""))
@@ -225,14 +238,12 @@ def settings_table(folder="results"):
     runs = [run for run in runs if run["method"] == "imbanid"]
     rows = []
     for key in ("known_ratio", "omega", "lambda2", "num_classes"):
-        for title, by_value in varied(runs, key):
-            seeds = sorted(set.intersection(*({run["seed"] for run in found} for found in by_value.values())))
-            for value, found in by_value.items() if seeds else ():
-                found = [next(run for run in found if run["seed"] == seed) for seed in seeds]
+        for title, by_value in on_shared_seeds(varied(runs, key)):
+            for value, found in by_value.items():
                 K = sorted({run["num_classes"] for run in found})
                 rows.append([key, title, value if key != "num_classes" else value or "true",
                              " ".join(map(str, K if len(K) == 1 else [run["num_classes"] for run in found])),
-                             " ".join(map(str, seeds)),
+                             " ".join(str(run["seed"]) for run in found),
                              *(f"{mean:.2f}" for mean, _ in (spread(found, "test")[c] for c in COLUMNS[:5])),
                              f"{spread(found, 'ss_kmeans_raw')['ACC'][0]:.2f}"])
     columns = ("setting", "corpus", "value", "K", "seeds", *COLUMNS[:5], "semi-sup. k-means, ACC")
@@ -440,6 +451,17 @@ def varied(runs, key, same=None):
     return [(title, dict(sorted(by_value.items()))) for title, by_value in found.values() if len(by_value) > 1]
 
 
+def on_shared_seeds(found):
+    """What varied returns with one run for each seed that all values have; a value with more seeds would not compare."""
+    shared = []
+    for title, by_value in found:
+        by_seed = {value: {run["seed"]: run for run in reversed(runs)} for value, runs in by_value.items()}
+        seeds = sorted(set.intersection(*map(set, by_seed.values())))
+        if seeds:
+            shared.append((title, {value: [runs[seed] for seed in seeds] for value, runs in by_seed.items()}))
+    return shared
+
+
 def gamma_curves(found, _):
     """Training rows per class for each gamma."""
     figure, axes = panels(len(found), height=4)
@@ -475,7 +497,9 @@ def setting_bars(found, key):
     figure, axes = panels(len(found), height=4, across=1 if key == "tag" else 3)
     for axis, (title, by_value) in zip(axes, found):
         scores = [spread(runs, "test") for runs in by_value.values()]
-        ticks = [ABLATIONS.get(value, [short(value)])[0].replace(" ", "\n") if key == "tag" else f"{100 * value:g}"
+        method = next(iter(by_value.values()))[0]["method"]
+        names = {"": METHODS[method]} | {tag: row[0] for tag, row in ABLATIONS.items() if method == "imbanid"}
+        ticks = [names.get(value, short(value)).replace(" ", "\n") if key == "tag" else f"{100 * value:g}"
                  for value in by_value]
         bars(axis, {c: tuple(zip(*(score[c] for score in scores))) for c in COLUMNS[:3]}, ticks, title=title,
              xlabel="" if key == "tag" else "known classes, percent", ylabel="test, percent")
@@ -544,7 +568,8 @@ def draw(paths):
     for key, build, same in (("gamma", gamma_curves, ("dataset",)), ("omega", setting_curves, None),
                              ("lambda2", setting_curves, None), ("known_ratio", setting_bars, None),
                              ("tag", setting_bars, alike)):
-        if found := varied([run for run in runs if "test" in run], key, same):
+        found = varied([run for run in runs if "test" in run], key, same)
+        if found := found if build is gamma_curves else on_shared_seeds(found):
             attempt(runs[0]["folder"].resolve().parent / "figures" / f"{key}.png", build, found, key)
             compared = True
     if not compared and all(run["kept"] for run in runs):
@@ -562,7 +587,7 @@ def main(words):
     elif command == "keep":
         Path("results").mkdir(exist_ok=True)
         for path in paths:
-            write_atomic(Path("results") / f"{Path(path).name}.json", json.dumps(read_results(path), indent=1) + "\n")
+            write_atomic(Path("results") / f"{Path(path).name}.json", json.dumps(read_benchmark(path), indent=1) + "\n")
     elif command == "table":
         tables = results_table(), ablation_table(), settings_table(), methods_table(), transport_tables(), speed_table()
         print(*filter(None, tables), sep="\n\n")

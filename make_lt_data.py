@@ -18,6 +18,7 @@ import argparse
 import csv
 import errno
 import hashlib
+import http.client
 import inspect
 import io
 import itertools
@@ -30,6 +31,7 @@ import signal
 import sys
 import urllib.error
 import urllib.request
+from collections import Counter
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -239,11 +241,16 @@ def download(url, path, sha256):
             raise UserError(f"{url} has sha256 {found[:12]}..., expected {sha256[:12]}...: the download is broken or was "
                             "changed; try again, or pass --raw_dir with a copy you trust")
         os.replace(part, path)
-    except (urllib.error.URLError, TimeoutError, ConnectionError, ValueError) as err:
+    except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError, ValueError) as err:
         raise UserError(f"cannot download {url} ({getattr(err, 'reason', err)}): check the network, or pass --raw_dir with "
                         f"a folder that holds {path.parent.name}/{path.name}") from None
     finally:
         part.unlink(missing_ok=True)
+
+
+def clean(text):
+    """text as any table can hold it: \\n for every end of a line, ? for half a surrogate pair (JSON may hold one)."""
+    return text.replace("\r\n", "\n").replace("\r", "\n").encode("utf-8", "replace").decode()
 
 
 def read_rows(path):
@@ -261,18 +268,17 @@ def read_rows(path):
         raise UserError(f"{path}, line {line}: not valid UTF-8; convert the file to UTF-8 first") from None
     rows, reader = [], csv.reader(io.StringIO(text, newline=""), delimiter="\t", strict=True)
     try:
-        for row in reader:
-            if row and reader.line_num > 1:
-                rows.append(row)
-            if row and len(row) != 2:
+        for row in filter(None, reader):
+            rows.append([clean(cell) for cell in row])
+            if len(row) != 2:
                 raise UserError(f"{path}, line {reader.line_num}: {len(row)} column(s), expected text <tab> label")
-            if row and not (row[0].strip() and row[1].strip()):
+            if not (row[0].strip() and row[1].strip()):
                 raise UserError(f"{path}, line {reader.line_num}: empty {'text' if row[1].strip() else 'label'}")
     except csv.Error as err:
         raise UserError(f"{path}, line {reader.line_num}: broken quoting ({err})") from None
-    if not rows:
+    if len(rows) < 2:
         raise UserError(f"{path} is empty: expected a header line and rows of text <tab> label")
-    return rows
+    return rows[1:]
 
 
 def raw_corpus(dataset, raw_dir, mirror):
@@ -357,11 +363,6 @@ def open_table(path):
     return open(path, encoding="utf-8-sig", newline="")
 
 
-def clean(text):
-    """text with half a surrogate pair, which JSON may hold and no file can, as a question mark."""
-    return text.encode("utf-8", "replace").decode()
-
-
 def records(file, path):
     """Yield the rows of an open table as dicts of str, reading on as they are asked for.
 
@@ -382,7 +383,7 @@ def records(file, path):
             # A header of one name: no delimiter, so that commas in unquoted texts do no harm (none holds a unit separator).
             delimiter = "\t" if kind == ".tsv" else max(",;\t|", key=first.count)
             reader = csv.reader(lines, delimiter=delimiter if delimiter in first else "\x1f", strict=True)
-            columns = [name.strip() for name in next(reader, [])]
+            columns = [clean(name).strip() for name in next(reader, [])]
             twice = next((name for name in columns if columns.count(name) > 1), None)
             if twice is not None:
                 raise UserError(f"{path} has several columns called {twice!r}: give each a name of its own")
@@ -393,7 +394,7 @@ def records(file, path):
                 if len(row) != len(columns):
                     raise UserError(f"{path}, line {reader.line_num}: {len(row)} cell(s), the header has {len(columns)}: a "
                                     "text that holds the delimiter or a quote must stand in quotes")
-                yield dict(zip(columns, row))
+                yield dict(zip(columns, map(clean, row)))
         else:
             yield from ({"text": line.rstrip("\r\n")} for line in lines if line)
     except UnicodeDecodeError:
@@ -435,7 +436,7 @@ def read_table(path, text_column, label_column):
     others = [c for c in columns if c != text_column]
     label_column = None if label_column == "none" else pick_column(path, others, "label_column", label_column, LABEL_NAMES,
                                                                    None)
-    texts = [row.get(text_column, "").replace("\r\n", "\n").replace("\r", "\n").strip() for row in rows]
+    texts = [row.get(text_column, "").strip() for row in rows]
     labels = [" ".join(row[label_column].split()) if row.get(label_column) else "" for row in rows]
     if label_column is not None and not any(labels):
         raise UserError(f"{path}: column {label_column!r} is empty in every row: pass --label_column none to cluster without "
@@ -458,7 +459,7 @@ def make_own_task(texts, labels, seed, dev_ratio):
             votes.setdefault(text, [])
             votes[text] += [label] if label else []
     distinct = list(votes)
-    chosen = [max(found, key=found.count) if found else "" for found in votes.values()]
+    chosen = [Counter(found).most_common(1)[0][0] if found else "" for found in votes.values()]
     names = sorted(set(chosen) - {""})
     class_id = {name: k for k, name in enumerate(names)} | {"": -1}
     label = np.array([class_id[c] for c in chosen], dtype=np.int64)
@@ -603,9 +604,10 @@ def main(args):
     if (folder / "meta.json").exists():
         try:
             meta = json.loads((folder / "meta.json").read_text())
-        except ValueError:
+            sha_of = dict(meta["raw_sha256"])
+        except (ValueError, KeyError, TypeError):
             raise UserError(f"{folder}/meta.json is damaged: remove {folder} and run the same command again") from None
-        for split, sha in meta["raw_sha256"].items():
+        for split, sha in sha_of.items():
             raw = Path(args.raw_dir or "data/raw") / args.dataset / f"{split}.tsv"
             if raw.exists() and file_sha256(raw) != sha:
                 raise UserError(f"{folder} was made from another {raw} than the one that is there now: remove {folder}")
@@ -616,6 +618,8 @@ def main(args):
     rows, sha = raw_corpus(args.dataset, args.raw_dir, args.mirror)
     texts, labels, names, counts, num_known, labelled = make_split(
         rows, args.gamma, args.seed, args.known_ratio, args.labeled_ratio)
+    if labelled.all():
+        raise UserError("no row is left without a label, so there is nothing to discover: lower --known_ratio or --labeled_ratio")
     meta = {**task, "num_classes": len(names), "num_known": num_known, "num_labelled": int(labelled.sum()),
             "num_unlabelled": int((~labelled).sum()), "num_dev": len(texts["dev"]), "num_test": len(texts["test"]),
             "raw_sha256": sha}

@@ -22,6 +22,7 @@ import io
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -40,21 +41,28 @@ EXAMPLES = 5  # typical texts of a cluster in clusters.csv
 STOP_WORDS = ENGLISH_STOP_WORDS.union(
     "does did doing don doesn didn isn aren wasn won ll ve re just please want wants wanted need needs needed like know tell "
     "let make got getting going say said thing things way".split())
+UNSPACED = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]")  # Thai to Khmer, kana, Han
 SHOWN = 20  # typical texts that --name_command reads
 NEW_COLUMNS = ("cluster", "name", "confidence", "second", "second_confidence", "third", "third_confidence")
 
 
 # ---- names ----
 
+def pieces(text):
+    """All runs of two to four neighbouring letters."""
+    words = re.findall(r"[^\W\d_]+", text.lower())
+    return [word[i:i + n] for word in words for n in (2, 3, 4) for i in range(len(word) - n + 1)]
+
+
 def keywords(texts, cluster, K, most=8):
     """Class-based TF-IDF (Grootendorst 2022, Eq. 2): K lists of words, best first. texts: [str] (N,). cluster: int (N,).
 
     A pair of neighbouring words leads where it weighs enough beside the best single word, the others are single words.
-    Scripts that write without spaces are read by two to four letters instead.
+    Scripts that write without spaces are read by two to four letters instead, weighed by the root of their number.
     """
-    words = sum(len(text.split()) for text in texts[:2000])
-    spaced = sum(map(len, texts[:2000])) < 15 * words
-    vectorizer = CountVectorizer(analyzer="char", ngram_range=(2, 4))
+    letters = [letter for text in texts[:2000] for letter in text if letter.isalpha()]
+    spaced = 2 * len(UNSPACED.findall("".join(letters))) <= len(letters)
+    vectorizer = CountVectorizer(analyzer=pieces)
     if spaced:
         vectorizer = CountVectorizer(ngram_range=(1, 2), stop_words=[*STOP_WORDS], token_pattern=r"(?u)\b[^\W\d_]\w+\b")
     try:
@@ -62,7 +70,7 @@ def keywords(texts, cluster, K, most=8):
     except ValueError:  # not one word in all texts: numbers, emoji, function words alone
         return [[] for _ in range(K)]
     terms, found = vectorizer.get_feature_names_out(), []
-    rarity = np.log1p(counts.sum() / K / np.asarray(counts.sum(0))[0])
+    rarity = np.log1p(counts.sum() / K / np.asarray(counts.sum(0))[0]) * (1 if spaced else np.sqrt([*map(len, terms)]))
     pair = np.array([" " in term for term in terms])
     for k in range(K):
         own = np.asarray(counts[cluster == k].sum(0))[0]
@@ -74,6 +82,8 @@ def keywords(texts, cluster, K, most=8):
         for j in np.argsort(-score * ~pair, kind="stable"):
             if pair[j] or score[j] <= 0 or len(chosen) == most:
                 break
+            if not spaced and any(terms[j] in term or term in terms[j] for term in chosen):
+                continue
             if terms[j].rstrip("s") not in seen:  # tax and taxes are one keyword
                 chosen.append(terms[j])
                 seen.add(terms[j].rstrip("s"))
@@ -238,8 +248,11 @@ def cluster_names(run, K):
     path = run / "clusters.csv"
     if not path.exists():
         raise UserError(f"{path} is missing: run python predict.py {run} first, which names the clusters")
-    with open_table(path) as file:
-        return {k: f"cluster {k}" for k in range(K)} | {int(line["id"]): line["name"] for line in records(file, path)}
+    try:
+        with open_table(path) as file:
+            return {k: f"cluster {k}" for k in range(K)} | {int(line["id"]): line["name"] for line in records(file, path)}
+    except (KeyError, ValueError) as err:
+        raise UserError(f"{path} has no column id with numbers and name ({err}): remove it and run python predict.py {run}") from None
 
 
 def label_rows(rows, text_column, labeller, names, columns, batch):
@@ -263,7 +276,10 @@ def label_file(args):
         raise UserError(f"{args.input} is missing: pass a .csv, .tsv or .jsonl file, a file of lines, or - for stdin")
     if args.output != "-" and (output.is_dir() or not output.parent.is_dir()):
         raise UserError(f"--output {output} cannot be written: pass a file's name in a folder that exists")
-    part = output.with_name(output.name + ".part") if output.is_file() or not output.exists() else output  # not over /dev/null
+    part = output  # /dev/null and the like
+    if output.is_file() or not output.exists():
+        output = output.resolve()  # what a link points to, and not the link, is replaced
+        part = output.with_name(output.name + ".part")
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(io.TextIOWrapper(sys.stdin.buffer, "utf-8-sig", newline="") if stdin else
                                    open_table(args.input))
@@ -272,6 +288,9 @@ def label_file(args):
         if not sample:
             raise UserError(f"{'stdin' if stdin else args.input} is empty, or a header without rows")
         columns = list(dict.fromkeys(key for row in sample for key in row))
+        if Path(args.input).suffix.lower() in (".json", ".jsonl"):  # where any row may bring a new key
+            with open_table(args.input) as whole:
+                columns = list(dict.fromkeys(key for row in records(whole, args.input) for key in row))
         trained_on = results.get("text_column") if results.get("text_column") in columns else ""
         text_column = pick_text_column(args.input, sample, columns, args.text_column or trained_on)
         labeller = Labeller(state, args.device, args.dtype)

@@ -585,9 +585,9 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
     torch.manual_seed(args.seed)  # minilm comes without a language-model head: it is drawn
     encoder = Encoder(args.encoder, args.max_length, device, dtype, not args.no_cache, args.cache_gb, out)
     tokens = {split: encoder.tokenize(texts[split]) for split in ("train", "dev")}
-    long, unknown = tokens["train"].lengths >= args.max_length, tokens["train"].values == encoder.tokenizer.unk_token_id
+    long, unknown = tokens["train"].lengths >= encoder.max_length, tokens["train"].values == encoder.tokenizer.unk_token_id
     if long.any() and rank == 0:
-        print(f"{int(long.sum())} text(s) of {args.max_length} tokens or more: read up to there (--max_length)")
+        print(f"{int(long.sum())} text(s) of {encoder.max_length} tokens or more: read up to there (--max_length)")
     if unknown.float().mean() > 0.05 and rank == 0:
         print(f"{100 * float(unknown.float().mean()):.0f} % of the tokens are unknown to --encoder {args.encoder}: another one "
               "may suit these texts better")

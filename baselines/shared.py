@@ -69,8 +69,6 @@ class Run:
         self.args, self.method, self.views, self.log, self.epochs, self.kept = args, method, {}, [], {}, {}
         name, self.data, texts, self.labels, _, self.meta = open_run(args)
         self.K, self.num_known = self.meta["num_classes"], self.meta["num_known"]
-        if not self.meta["num_unlabelled"]:
-            raise UserError(f"{self.data} has no unlabelled row: there is nothing to discover")
         base = Path(args.out_dir) / name
         self.out = base.with_name("_".join(filter(None, (name, method, args.tag))))
         self.pre = pre_trained(args, base / "pretrain.pt", self.data) if pretrained else None

@@ -168,6 +168,11 @@ def test_a_folder_that_is_no_run_is_one_line(tmp_path):
     assert not (tmp_path / "out/demo_g4_s0/figures").exists(), "nothing is drawn before every folder is looked at"
     one_line_error(script("figures.py", ok=False), "usage")
     one_line_error(script("figures.py", "mean", ok=False), "usage")
+    other, own = make_run(tmp_path, omega=0.1, gamma=10.0), make_own(tmp_path)
+    one_line_error(script("figures.py", "mean", tmp_path / "out/demo_g4_s0", other, ok=False), "gamma 4.0, 10.0")
+    for command in ("mean", "keep"):
+        one_line_error(script("figures.py", command, own, ok=False, cwd=tmp_path), "no test scores")
+    assert not list(tmp_path.rglob("mine_s0.json"))
 
 
 def test_several_runs_are_compared_where_they_differ(tmp_path):
@@ -196,10 +201,23 @@ def test_kept_results_alone_give_the_curves(tmp_path, monkeypatch):
     kept = [str(path) for name in ("clinc_g10_s0.json", "clinc_g10_s0_omega*.json") for path in (REPO / "results").glob(name)]
     figures.main(kept)
     assert [str(path) for path in Path().rglob("*.*")] == ["out/figures/omega.png"]
+    drawn, axis = [], figures.setting_curves
+    monkeypatch.setattr(figures, "setting_curves", lambda found, key: drawn.append(found) or axis(found, key))
+    figures.main([*kept, *(str(REPO / f"results/clinc_g10_s{seed}.json") for seed in (1, 2))])  # of one value alone
+    (_, by_value), = drawn[0]
+    assert len(by_value) == 5 and {tuple(run["seed"] for run in runs) for runs in by_value.values()} == {(0,)}
     with pytest.raises(UserError, match="differ in no setting"):
         figures.main(kept[:1])
     with pytest.raises(UserError, match="no run"):
         figures.main([*kept, str(REPO / "results/bench_rot.json")])
+
+
+def test_bars_of_tags_are_named_after_their_method(tmp_path):
+    for method, names in (("imbanid", ["ImbaNID", "w/o DR"]), ("kmeans", ["k-means", "no_dr"])):
+        runs = [{**figures.read_results(make_run(tmp_path / method, tag=tag)), "folder": tmp_path, "method": method}
+                for tag in ("", "no_dr")]
+        figure = figures.setting_bars(figures.varied(runs, "tag", ["method"]), "tag")
+        assert [label.get_text().replace("\n", " ") for label in figure.axes[0].get_xticklabels()] == names
 
 
 def test_seeds_alone_are_nothing_to_compare(tmp_path):

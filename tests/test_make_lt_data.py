@@ -109,6 +109,16 @@ def test_broken_raw_files(tmp_path, tiny_raw, change, words):
     one_line_error(broken(tmp_path, tiny_raw, change), "train.tsv", *words)
 
 
+def test_an_empty_first_line_is_no_header(tmp_path, tiny_raw):
+    assert broken(tmp_path, tiny_raw, lambda p: p.write_bytes(b"\n" + p.read_bytes())).returncode == 0
+    assert "label" not in (tmp_path / "data/demo_g4_s0/labels.txt").read_text().split()
+
+
+def test_a_carriage_return_in_a_text_is_a_new_line(tmp_path):
+    (tmp_path / "t.tsv").write_bytes(b'text\tlabel\n"one\rtwo\r\nthree"\ta\n')
+    assert make_lt_data.read_rows(tmp_path / "t.tsv") == [["one\ntwo\nthree", "a"]]
+
+
 def test_crlf_is_accepted(tmp_path, tiny_raw):
     assert broken(tmp_path, tiny_raw, lambda p: p.write_bytes(p.read_bytes().replace(b"\n", b"\r\n"))).returncode == 0
     assert not any("\r" in row[0] for row in read_tsv(tmp_path / "data/demo_g4_s0/train.tsv"))
@@ -118,7 +128,9 @@ def test_crlf_is_accepted(tmp_path, tiny_raw):
     (["--dataset", "atis"], ["atis", "clinc"]), (["--gamma", "0.5"], ["gamma", ">= 1"]), (["--gamma", "0"], ["gamma"]),
     (["--gamma", "ten"], ["gamma", "ten"]), (["--gamma", "nan"], ["gamma"]), (["--known_ratio", "0"], ["known_ratio"]),
     (["--labeled_ratio", "2"], ["labeled_ratio"]), (["--seed", "-1"], ["seed"]), (["--gama", "3"], ["--gama"]),
-    (["--dataset", "clinc", "--mirror", "http://127.0.0.1:9"], ["download", "--raw_dir"])])
+    (["--dataset", "demo", "--known_ratio", "1", "--labeled_ratio", "1"], ["nothing to discover", "--known_ratio"]),
+    (["--dataset", "clinc", "--mirror", "http://127.0.0.1:9"], ["download", "--raw_dir"]),
+    (["--dataset", "clinc", "--mirror", "http://127.0.0.1:port"], ["download", "--raw_dir"])])
 def test_bad_flags(tmp_path, flags, words):
     one_line_error(script("make_lt_data.py", "--data_dir", tmp_path, *flags, ok=False, cwd=tmp_path), *words)
     assert not list(tmp_path.glob("*/*.part"))
@@ -159,6 +171,13 @@ def test_wrong_checksum_leaves_nothing(tmp_path, server):
     assert not [p for p in (tmp_path / "data").rglob("*") if p.is_file()]
     done = script("make_lt_data.py", "--dataset", "banking", "--mirror", address, ok=False, cwd=tmp_path)
     one_line_error(done, "File not found")
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "{"])
+def test_a_damaged_meta_file_is_said(tmp_path, text):
+    (tmp_path / "demo_g10_s0").mkdir()
+    (tmp_path / "demo_g10_s0/meta.json").write_text(text)
+    one_line_error(script("make_lt_data.py", "--dataset", "demo", "--data_dir", tmp_path, ok=False), "damaged")
 
 
 def test_a_folder_made_with_another_seed_is_refused(tmp_path, tiny_run):

@@ -236,7 +236,10 @@ def test_keywords_and_names():
 
 def test_keywords_of_texts_without_spaces_or_words():
     words = keywords(["我的银行卡丢了怎么办", "银行卡丢了", "今天天气怎么样啊", "天气预报"] * 3, np.array([0, 0, 1, 1] * 3), 2)
-    assert "银行卡" in "".join(words[0]) and "天气" in "".join(words[1])
+    assert words[1][0] == "天气" and {"银行卡", "银行卡丢"} & set(words[0])
+    words = keywords(["我想转账。", "转账失败了", "查询余额？", "余额是多少"], np.array([0, 0, 1, 1]), 2)  # short ones
+    assert words[0][0] == "转账" and words[1][0] == "余额" and all(2 <= len(word) <= 4 for own in words for word in own)
+    assert not any(a in b for own in words for a in own for b in own if a != b)
     assert keywords(["1 2", "3 4", "🙂"], np.array([0, 1, 1]), 2) == [[], []]
     assert propose_names([[], []], []) == ["no words", "no words 2"]
 
@@ -325,6 +328,22 @@ def test_new_texts(own_run, tmp_path):
     assert before == {path: path.stat().st_mtime_ns for path in run.rglob("*")}
 
 
+def test_new_tables_at_the_edge(own_run, tmp_path):
+    """A lone carriage return in a cell, a key that only the last row has, and an output that is a link."""
+    run = own_run[1]
+    with open(tmp_path / "cr.csv", "w", newline="") as f:
+        csv.writer(f).writerows([("text", "note"), ("open the door", "one\rtwo")])
+    target, link = tmp_path / "target.csv", tmp_path / "link.csv"
+    target.write_text("old")
+    link.symlink_to(target)
+    script("predict.py", run, tmp_path / "cr.csv", "-o", link)
+    assert [line["note"] for line in read(target)] == ["one\ntwo"] and link.is_symlink()
+    rows = [{"text": "open the door"}] * 1500 + [{"text": "close it", "ticket": "T-1"}]
+    (tmp_path / "late.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    script("predict.py", run, tmp_path / "late.jsonl", "-o", tmp_path / "late.csv")
+    assert [line["ticket"] for line in read(tmp_path / "late.csv")] == [""] * 1500 + ["T-1"]
+
+
 def test_the_users_own_naming_program(own_run, tmp_path):
     folder, _, _, _ = own_run
     run = shutil.copytree(own_run[1], tmp_path / "my_table_s0")
@@ -360,6 +379,10 @@ def test_bad_calls_of_predict(own_run, tmp_path, tiny_run):
     broken.write_text("text,n\n" + "open the door,1\n" * 3000 + 'a,b,c\n')
     one_line_error(script("predict.py", run, broken, "-o", tmp_path / "o.csv", ok=False), "line 3002")
     assert not list(tmp_path.glob("o.csv*"))
+    edited = shutil.copytree(run, tmp_path / "my_table_s0")
+    for text in ("cluster,name\n0,a\n", "id,name\n,a\n"):
+        (edited / "clusters.csv").write_text(text)
+        one_line_error(script("predict.py", edited, new, ok=False), "clusters.csv", "id")
 
 
 def test_without_any_label(tmp_path, tiny_rows, tiny_encoder):

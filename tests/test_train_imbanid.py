@@ -628,6 +628,27 @@ def test_an_encoder_that_is_not_there(tiny_run, tmp_path):
         one_line_error(script("pretrain.py", *task, "--encoder", name, ok=False, env=offline), "--encoder", "minilm")
 
 
+def test_an_encoder_that_works_otherwise(tiny_encoder, tmp_path):
+    """Layers of BERT's names that norm first, or embeddings of another width, would be computed wrongly."""
+    from transformers import ElectraConfig, ElectraForMaskedLM, RobertaPreLayerNormConfig, RobertaPreLayerNormForMaskedLM
+    shutil.copytree(tiny_encoder, tmp_path, dirs_exist_ok=True)
+    size = {"vocab_size": 9000, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    for model in (RobertaPreLayerNormForMaskedLM(RobertaPreLayerNormConfig(**size)),
+                  ElectraForMaskedLM(ElectraConfig(**size, embedding_size=16))):
+        model.save_pretrained(tmp_path)
+        with pytest.raises(UserError, match="not BERT-like"):
+            Encoder(str(tmp_path), 32, torch.device("cpu"), torch.float32)
+
+
+def test_the_longest_text(tiny_encoder):
+    """A model reads no more tokens than it has places for, whatever --max_length says."""
+    encoder = Encoder(str(tiny_encoder), 600, torch.device("cpu"), torch.float32)
+    tokens = encoder.tokenize(["open the door " * 50, ""])
+    assert tokens.lengths.tolist() == [64, 2] and encoder.all_features(encoder.trunk(tokens)).isfinite().all()
+    with pytest.raises(UserError, match="--max_length 2"):
+        Encoder(str(tiny_encoder), 2, torch.device("cpu"), torch.float32)
+
+
 def test_a_full_disk_is_said_in_one_line(tiny_run, tiny_encoder, tmp_path):
     """A file-size limit stands in for a full disk: the write fails in the middle of the checkpoint."""
     task = [str(word) for word in tiny_run[0][:-1]]
