@@ -111,9 +111,9 @@ def load_masked_lm(name):
     folder = minilm_folder() if name == "minilm" else name
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        model = AutoModelForMaskedLM.from_pretrained(folder, attn_implementation="sdpa")
+        model = AutoModelForMaskedLM.from_pretrained(folder, attn_implementation="sdpa", dtype=torch.float32)
         layers = model.base_model.encoder.layer
-        layers[-1].attention.self.query, layers[-1].attention.output, layers[-1].intermediate, layers[-1].output
+        model.base_model.embeddings.position_embeddings, layers[-1].attention.self.query, layers[-1].attention.output, layers[-1].intermediate, layers[-1].output
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as err:
         reason = str(err).strip().split("\n")[0]
         raise UserError(f"--encoder {name} cannot be loaded ({reason[:120]}): pass --encoder minilm, which comes with "
@@ -145,7 +145,9 @@ class Encoder(nn.Module):
     def __init__(self, name, max_length, device, dtype, cached=True, cache_gb=8.0, folder=None):
         super().__init__()
         self.tokenizer, model = load_masked_lm(name)
-        self.max_length = min(max_length, self.tokenizer.model_max_length, model.config.max_position_embeddings)
+        places = model.base_model.embeddings.position_embeddings
+        places = places.num_embeddings - (0 if places.padding_idx is None else places.padding_idx + 1)  # RoBERTa starts behind it
+        self.max_length = min(max_length, self.tokenizer.model_max_length, places)
         self.device, self.dtype = device, torch.float32
         self.cached, self.cache_gb, self.folder = cached, cache_gb, folder
         if max_length < 3:
@@ -156,7 +158,7 @@ class Encoder(nn.Module):
         layers = model.base_model.encoder.layer
         self.last_layer = layers[-1].requires_grad_(True)
         for part in (self.last_layer.attention.output, self.last_layer.output):
-            part.dropout = Dropout(part.dropout.p)
+            part.dropout = Dropout(part.dropout.p).train(part.training)
         model.base_model.encoder.layer = layers[:-1]
         self._frozen = [model]  # in a list: not a submodule, so neither trained, saved nor reduced
         self._word = None  # id -> its place in the head's vocabulary, after limit_vocabulary
@@ -176,7 +178,9 @@ class Encoder(nn.Module):
             for layer in model.encoder.layer:
                 x = self.run_layer(layer, x, torch.tensor([len(ids)]))
             alike = torch.allclose(x, model(input_ids=ids[None]).last_hidden_state[0], rtol=1e-3, atol=1e-3)
-        except (RuntimeError, IndexError):
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, IndexError, TypeError):
             alike = False
         if not alike:
             raise UserError(f"--encoder {name} is not BERT-like (its layers work otherwise): pass bert-base-uncased or minilm")

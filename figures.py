@@ -95,10 +95,12 @@ def print_mean(folders):
     runs = [read_benchmark(folder) for folder in folders]
     first = runs[0]
     for run in runs:
-        for key in ("dataset", "gamma", "encoder", "method", "tag"):
-            if run[key] != first[key]:
-                raise UserError(f"these runs differ in more than the seed ({key} {first[key]}, {run[key]}): take their means "
-                                "one by one")
+        for key in ("dataset", "gamma", "encoder", "method", "tag", "known_ratio", "labeled_ratio"):
+            one, other = ({**of["config"], **of}[key] for of in (first, run))
+            if one != other:
+                raise UserError(f"these runs differ in more than the seed ({key} {one}, {other}): take their means one by one")
+    if len({run["seed"] for run in runs}) < len(runs):
+        raise UserError("a mean over seeds has each seed once")
     print(f"\n{first['dataset']}, gamma {first['gamma']:g}, encoder {first['encoder']}, seeds "
           f"{' '.join(str(run['seed']) for run in runs)}: mean and standard deviation, percent")
     print(f"{'':30}" + "".join(f"{c:>14}" for c in COLUMNS))
@@ -568,8 +570,13 @@ def draw(paths):
     for key, build, same in (("gamma", gamma_curves, ("dataset",)), ("omega", setting_curves, None),
                              ("lambda2", setting_curves, None), ("known_ratio", setting_bars, None),
                              ("tag", setting_bars, alike)):
-        found = varied([run for run in runs if "test" in run], key, same)
-        if found := found if build is gamma_curves else on_shared_seeds(found):
+        differ = varied([run for run in runs if "test" in run], key, same)
+        found = differ if build is gamma_curves else on_shared_seeds(differ)
+        if len(found) < len(differ):
+            print(f"{key}: runs of {', '.join(title for title, _ in differ if title not in dict(found))} left out, since no seed "
+                  "has all values")
+            compared = True
+        if found:
             attempt(runs[0]["folder"].resolve().parent / "figures" / f"{key}.png", build, found, key)
             compared = True
     if not compared and all(run["kept"] for run in runs):

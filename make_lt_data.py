@@ -553,6 +553,7 @@ def read_run(folder, **task):
     remake = f"run make_lt_data.py for {folder.name}"
     try:
         meta = json.loads((folder / "meta.json").read_text())
+        meta["raw_sha256"]  # the last of what a meta.json holds
         for key, value in task.items():
             if meta.get(key, value) != value:  # a table of one's own has no gamma and no known ratio
                 raise UserError(f"{folder} was made with {key} {meta[key]}, not {value}: remove it and {remake}")
@@ -565,7 +566,7 @@ def read_run(folder, **task):
     except FileNotFoundError as err:
         again = f"remove {folder} and {remake}" if folder.exists() else f"{remake} first"
         raise UserError(f"{err.filename} is missing: {again}") from None
-    except (ValueError, KeyError, IndexError, EOFError) as err:
+    except (ValueError, KeyError, TypeError, IndexError, EOFError) as err:
         raise UserError(f"{folder} is damaged ({err}): remove it and {remake}") from None
     for split in SPLITS:
         if len(texts[split]) != len(labels[split]):

@@ -41,7 +41,7 @@ EXAMPLES = 5  # typical texts of a cluster in clusters.csv
 STOP_WORDS = ENGLISH_STOP_WORDS.union(
     "does did doing don doesn didn isn aren wasn won ll ve re just please want wants wanted need needs needed like know tell "
     "let make got getting going say said thing things way".split())
-UNSPACED = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]")  # Thai to Khmer, kana, Han
+UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff"  # Thai, Lao, Burmese, Khmer; kana, Han
 SHOWN = 20  # typical texts that --name_command reads
 NEW_COLUMNS = ("cluster", "name", "confidence", "second", "second_confidence", "third", "third_confidence")
 
@@ -49,9 +49,9 @@ NEW_COLUMNS = ("cluster", "name", "confidence", "second", "second_confidence", "
 # ---- names ----
 
 def pieces(text):
-    """All runs of two to four neighbouring letters."""
-    words = re.findall(r"[^\W\d_]+", text.lower())
-    return [word[i:i + n] for word in words for n in (2, 3, 4) for i in range(len(word) - n + 1)]
+    """Two to four neighbouring letters of the scripts in UNSPACED, and the words of others."""
+    runs, words = re.findall(f"[{UNSPACED}]+", text), re.findall(rf"[^\W\d_{UNSPACED}]{{2,}}", text.lower())
+    return words + [run[i:i + n] for run in runs for n in (2, 3, 4) for i in range(len(run) - n + 1)]
 
 
 def keywords(texts, cluster, K, most=8):
@@ -61,7 +61,7 @@ def keywords(texts, cluster, K, most=8):
     Scripts that write without spaces are read by two to four letters instead, weighed by the root of their number.
     """
     letters = [letter for text in texts[:2000] for letter in text if letter.isalpha()]
-    spaced = 2 * len(UNSPACED.findall("".join(letters))) <= len(letters)
+    spaced = 2 * len(re.findall(f"[{UNSPACED}]", "".join(letters))) <= len(letters)
     vectorizer = CountVectorizer(analyzer=pieces)
     if spaced:
         vectorizer = CountVectorizer(ngram_range=(1, 2), stop_words=[*STOP_WORDS], token_pattern=r"(?u)\b[^\W\d_]\w+\b")
@@ -274,12 +274,12 @@ def label_file(args):
     stdin, output = args.input == "-", Path(args.output)
     if not stdin and not Path(args.input).is_file():
         raise UserError(f"{args.input} is missing: pass a .csv, .tsv or .jsonl file, a file of lines, or - for stdin")
+    regular = output.is_file() or not output.exists()  # not /dev/null and the like
+    if regular:
+        output = Path(os.path.realpath(output))  # what a link points to, and not the link, is replaced
     if args.output != "-" and (output.is_dir() or not output.parent.is_dir()):
-        raise UserError(f"--output {output} cannot be written: pass a file's name in a folder that exists")
-    part = output  # /dev/null and the like
-    if output.is_file() or not output.exists():
-        output = output.resolve()  # what a link points to, and not the link, is replaced
-        part = output.with_name(output.name + ".part")
+        raise UserError(f"--output {args.output} cannot be written: pass a file's name in a folder that exists")
+    part = output.with_name(output.name + ".part") if regular else output
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(io.TextIOWrapper(sys.stdin.buffer, "utf-8-sig", newline="") if stdin else
                                    open_table(args.input))
@@ -287,12 +287,12 @@ def label_file(args):
         sample = list(itertools.islice(rows, 1 if stdin else 1000))  # to choose the column by
         if not sample:
             raise UserError(f"{'stdin' if stdin else args.input} is empty, or a header without rows")
-        columns = list(dict.fromkeys(key for row in sample for key in row))
+        columns = seen = list(dict.fromkeys(key for row in sample for key in row))
         if Path(args.input).suffix.lower() in (".json", ".jsonl"):  # where any row may bring a new key
             with open_table(args.input) as whole:
                 columns = list(dict.fromkeys(key for row in records(whole, args.input) for key in row))
-        trained_on = results.get("text_column") if results.get("text_column") in columns else ""
-        text_column = pick_text_column(args.input, sample, columns, args.text_column or trained_on)
+        wanted = args.text_column or (results.get("text_column") if results.get("text_column") in columns else "")
+        text_column = pick_text_column(args.input, sample, columns if wanted else seen, wanted)
         labeller = Labeller(state, args.device, args.dtype)
         if args.output == "-":
             out = stack.enter_context(io.TextIOWrapper(sys.stdout.buffer, "utf-8", newline="", write_through=True))
@@ -320,7 +320,7 @@ def label_file(args):
         if args.output != "-":
             if part != output:
                 os.replace(part, output)
-            print(f"written to {output}")
+            print(f"written to {args.output}")
 
 
 def main(words):

@@ -170,6 +170,9 @@ def test_a_folder_that_is_no_run_is_one_line(tmp_path):
     one_line_error(script("figures.py", "mean", ok=False), "usage")
     other, own = make_run(tmp_path, omega=0.1, gamma=10.0), make_own(tmp_path)
     one_line_error(script("figures.py", "mean", tmp_path / "out/demo_g4_s0", other, ok=False), "gamma 4.0, 10.0")
+    one_line_error(script("figures.py", "mean", *2 * [tmp_path / "out/demo_g4_s0"], ok=False), "each seed once")
+    half = make_run(tmp_path, 1, known_ratio=0.5)
+    one_line_error(script("figures.py", "mean", tmp_path / "out/demo_g4_s0", half, ok=False), "known_ratio 0.75, 0.5")
     for command in ("mean", "keep"):
         one_line_error(script("figures.py", command, own, ok=False, cwd=tmp_path), "no test scores")
     assert not list(tmp_path.rglob("mine_s0.json"))
@@ -196,7 +199,7 @@ def test_several_runs_are_compared_where_they_differ(tmp_path):
     assert all(map(is_picture, drawn.iterdir()))
 
 
-def test_kept_results_alone_give_the_curves(tmp_path, monkeypatch):
+def test_kept_results_alone_give_the_curves(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     kept = [str(path) for name in ("clinc_g10_s0.json", "clinc_g10_s0_omega*.json") for path in (REPO / "results").glob(name)]
     figures.main(kept)
@@ -208,6 +211,9 @@ def test_kept_results_alone_give_the_curves(tmp_path, monkeypatch):
     assert len(by_value) == 5 and {tuple(run["seed"] for run in runs) for runs in by_value.values()} == {(0,)}
     with pytest.raises(UserError, match="differ in no setting"):
         figures.main(kept[:1])
+    capsys.readouterr()
+    figures.main([kept[-1], str(REPO / "results/clinc_g10_s1.json")])
+    assert "left out, since no seed has all values" in capsys.readouterr().out
     with pytest.raises(UserError, match="no run"):
         figures.main([*kept, str(REPO / "results/bench_rot.json")])
 

@@ -175,9 +175,10 @@ def test_wrong_checksum_leaves_nothing(tmp_path, server):
 
 @pytest.mark.parametrize("text", ["{}", "[]", "{"])
 def test_a_damaged_meta_file_is_said(tmp_path, text):
-    (tmp_path / "demo_g10_s0").mkdir()
-    (tmp_path / "demo_g10_s0/meta.json").write_text(text)
-    one_line_error(script("make_lt_data.py", "--dataset", "demo", "--data_dir", tmp_path, ok=False), "damaged")
+    for run, dataset in (("demo_g10_s0", "demo"), ("t_s0", tmp_path / "t.csv")):
+        (tmp_path / run).mkdir()
+        (tmp_path / run / "meta.json").write_text(text)
+        one_line_error(script("make_lt_data.py", "--dataset", dataset, "--data_dir", tmp_path, ok=False), "damaged")
 
 
 def test_a_folder_made_with_another_seed_is_refused(tmp_path, tiny_run):

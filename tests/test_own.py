@@ -240,6 +240,8 @@ def test_keywords_of_texts_without_spaces_or_words():
     words = keywords(["我想转账。", "转账失败了", "查询余额？", "余额是多少"], np.array([0, 0, 1, 1]), 2)  # short ones
     assert words[0][0] == "转账" and words[1][0] == "余额" and all(2 <= len(word) <= 4 for own in words for word in own)
     assert not any(a in b for own in words for a in own for b in own if a != b)
+    words = keywords(["我的iPhone充值失败了", "iphone怎么充值", "ฉันลืมรหัสผ่าน", "ลืมรหัส"], np.array([0, 0, 1, 1]), 2)
+    assert words[0][0] == "iphone" and "充值" in words[0] and all(word in "ฉันลืมรหัสผ่าน" for word in words[1])
     assert keywords(["1 2", "3 4", "🙂"], np.array([0, 1, 1]), 2) == [[], []]
     assert propose_names([[], []], []) == ["no words", "no words 2"]
 
@@ -342,6 +344,11 @@ def test_new_tables_at_the_edge(own_run, tmp_path):
     (tmp_path / "late.jsonl").write_text("\n".join(map(json.dumps, rows)))
     script("predict.py", run, tmp_path / "late.jsonl", "-o", tmp_path / "late.csv")
     assert [line["ticket"] for line in read(tmp_path / "late.csv")] == [""] * 1500 + ["T-1"]
+    rows = [{"body": "open the door"}] * 1500 + [{"body": "close it", "text": "x"}]  # a usual name that one row has
+    (tmp_path / "late.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert "by column 'body'" in script("predict.py", run, tmp_path / "late.jsonl", "-o", tmp_path / "late.csv").stderr
+    (tmp_path / "dangling.csv").symlink_to(tmp_path / "gone/x.csv")
+    one_line_error(script("predict.py", run, tmp_path / "cr.csv", "-o", tmp_path / "dangling.csv", ok=False), "--output")
 
 
 def test_the_users_own_naming_program(own_run, tmp_path):

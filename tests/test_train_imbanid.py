@@ -640,10 +640,24 @@ def test_an_encoder_that_works_otherwise(tiny_encoder, tmp_path):
             Encoder(str(tmp_path), 32, torch.device("cpu"), torch.float32)
 
 
+def test_half_precision_checkpoints_and_roberta(tiny_encoder, tmp_path):
+    """Weights kept in bfloat16 are read as float32; RoBERTa's first places belong to padding."""
+    from transformers import BertForMaskedLM, RobertaConfig, RobertaForMaskedLM
+    shutil.copytree(tiny_encoder, tmp_path, dirs_exist_ok=True)
+    BertForMaskedLM.from_pretrained(tiny_encoder).bfloat16().save_pretrained(tmp_path)
+    assert next(Encoder(str(tmp_path), 32, torch.device("cpu"), torch.float32).parameters()).dtype == torch.float32
+    RobertaForMaskedLM(RobertaConfig(vocab_size=9000, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
+                                     intermediate_size=64, max_position_embeddings=66, pad_token_id=1)).save_pretrained(tmp_path)
+    encoder = Encoder(str(tmp_path), 600, torch.device("cpu"), torch.float32)
+    tokens = encoder.tokenize(["open the door " * 50])
+    assert tokens.lengths.tolist() == [64] and encoder.all_features(encoder.trunk(tokens)).isfinite().all()
+
+
 def test_the_longest_text(tiny_encoder):
     """A model reads no more tokens than it has places for, whatever --max_length says."""
     encoder = Encoder(str(tiny_encoder), 600, torch.device("cpu"), torch.float32)
     tokens = encoder.tokenize(["open the door " * 50, ""])
+    assert not any(part.training for part in encoder.last_layer.modules())
     assert tokens.lengths.tolist() == [64, 2] and encoder.all_features(encoder.trunk(tokens)).isfinite().all()
     with pytest.raises(UserError, match="--max_length 2"):
         Encoder(str(tiny_encoder), 2, torch.device("cpu"), torch.float32)
