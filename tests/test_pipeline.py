@@ -51,7 +51,7 @@ def test_the_real_encoder_learns_something(real_minilm_run):
 
 def test_mean_and_keep(real_minilm_run, tmp_path):
     out, _ = real_minilm_run
-    done = script("figures.py", "mean", out, out)
+    done = script("figures.py", "mean", out)
     assert "±0.00" in done.stdout and "semi-supervised k-means" in done.stdout
     script("figures.py", "keep", out, cwd=tmp_path)
     assert json.loads((tmp_path / "results/demo_g10_s5.json").read_text())["seed"] == 5
