@@ -113,7 +113,8 @@ def load_masked_lm(name):
         tokenizer = AutoTokenizer.from_pretrained(folder)
         model = AutoModelForMaskedLM.from_pretrained(folder, attn_implementation="sdpa", dtype=torch.float32)
         layers = model.base_model.encoder.layer
-        model.base_model.embeddings.position_embeddings, layers[-1].attention.self.query, layers[-1].attention.output, layers[-1].intermediate, layers[-1].output
+        layers[-1].attention.self.query, layers[-1].attention.output, layers[-1].intermediate, (
+            layers[-1].output, model.base_model.embeddings.position_embeddings)
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as err:
         reason = str(err).strip().split("\n")[0]
         raise UserError(f"--encoder {name} cannot be loaded ({reason[:120]}): pass --encoder minilm, which comes with "
@@ -146,12 +147,12 @@ class Encoder(nn.Module):
         super().__init__()
         self.tokenizer, model = load_masked_lm(name)
         places = model.base_model.embeddings.position_embeddings
-        places = places.num_embeddings - (0 if places.padding_idx is None else places.padding_idx + 1)  # RoBERTa starts behind it
-        self.max_length = min(max_length, self.tokenizer.model_max_length, places)
+        padding = -1 if places.padding_idx is None else places.padding_idx  # RoBERTa's first place is behind it
+        self.max_length = min(max_length, self.tokenizer.model_max_length, places.num_embeddings - padding - 1)
         self.device, self.dtype = device, torch.float32
         self.cached, self.cache_gb, self.folder = cached, cache_gb, folder
         if max_length < 3:
-            raise UserError(f"--max_length {max_length} leaves no word between the two tokens that enclose a text: pass 3 or more")
+            raise UserError(f"--max_length {max_length} leaves no word between a text's first and last token: pass 3 or more")
         model.requires_grad_(False).to(device).eval()
         self.check_like_bert(name, model.base_model)
         self.dtype = dtype

@@ -573,8 +573,8 @@ def draw(paths):
         differ = varied([run for run in runs if "test" in run], key, same)
         found = differ if build is gamma_curves else on_shared_seeds(differ)
         if len(found) < len(differ):
-            print(f"{key}: runs of {', '.join(title for title, _ in differ if title not in dict(found))} left out, since no seed "
-                  "has all values")
+            missing = ", ".join(title for title, _ in differ if title not in dict(found))
+            print(f"{key}: runs of {missing} left out, since no seed has all values")
             compared = True
         if found:
             attempt(runs[0]["folder"].resolve().parent / "figures" / f"{key}.png", build, found, key)

@@ -620,7 +620,7 @@ def main(args):
     texts, labels, names, counts, num_known, labelled = make_split(
         rows, args.gamma, args.seed, args.known_ratio, args.labeled_ratio)
     if labelled.all():
-        raise UserError("no row is left without a label, so there is nothing to discover: lower --known_ratio or --labeled_ratio")
+        raise UserError("every row has a label, so there is nothing to discover: lower --known_ratio or --labeled_ratio")
     meta = {**task, "num_classes": len(names), "num_known": num_known, "num_labelled": int(labelled.sum()),
             "num_unlabelled": int((~labelled).sum()), "num_dev": len(texts["dev"]), "num_test": len(texts["test"]),
             "raw_sha256": sha}

@@ -252,7 +252,8 @@ def cluster_names(run, K):
         with open_table(path) as file:
             return {k: f"cluster {k}" for k in range(K)} | {int(line["id"]): line["name"] for line in records(file, path)}
     except (KeyError, ValueError) as err:
-        raise UserError(f"{path} has no column id with numbers and name ({err}): remove it and run python predict.py {run}") from None
+        raise UserError(f"{path} has no column id with numbers and name ({err}): remove it and run python predict.py "
+                        f"{run}") from None
 
 
 def label_rows(rows, text_column, labeller, names, columns, batch):

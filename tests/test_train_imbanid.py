@@ -646,8 +646,9 @@ def test_half_precision_checkpoints_and_roberta(tiny_encoder, tmp_path):
     shutil.copytree(tiny_encoder, tmp_path, dirs_exist_ok=True)
     BertForMaskedLM.from_pretrained(tiny_encoder).bfloat16().save_pretrained(tmp_path)
     assert next(Encoder(str(tmp_path), 32, torch.device("cpu"), torch.float32).parameters()).dtype == torch.float32
-    RobertaForMaskedLM(RobertaConfig(vocab_size=9000, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
-                                     intermediate_size=64, max_position_embeddings=66, pad_token_id=1)).save_pretrained(tmp_path)
+    config = RobertaConfig(vocab_size=9000, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+                           max_position_embeddings=66, pad_token_id=1)
+    RobertaForMaskedLM(config).save_pretrained(tmp_path)
     encoder = Encoder(str(tmp_path), 600, torch.device("cpu"), torch.float32)
     tokens = encoder.tokenize(["open the door " * 50])
     assert tokens.lengths.tolist() == [64] and encoder.all_features(encoder.trunk(tokens)).isfinite().all()
