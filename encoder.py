@@ -161,6 +161,9 @@ class Encoder(nn.Module):
         for part in (self.last_layer.attention.output, self.last_layer.output):
             part.dropout = Dropout(part.dropout.p).train(part.training)
         model.base_model.encoder.layer = layers[:-1]
+        for part in model.base_model.encoder.layer.modules():
+            if isinstance(part, nn.Linear):
+                part.to(dtype)  # autocast would cast frozen weights anew for every chunk, a seventh of the trunk's time
         self._frozen = [model]  # in a list: not a submodule, so neither trained, saved nor reduced
         self._word = None  # id -> its place in the head's vocabulary, after limit_vocabulary
         # Every part of the language model that is not the trunk is its head; the tied embedding matrix stays frozen.

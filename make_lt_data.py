@@ -218,8 +218,8 @@ def run_name(dataset, gamma, seed, known_ratio=0.75, labeled_ratio=0.1):
 def check_task(gamma, seed, known_ratio, labeled_ratio):
     if not (gamma >= 1 and math.isfinite(gamma)):
         raise UserError(f"--gamma {gamma:g} is no imbalance ratio: it must be a number >= 1")
-    if seed < 0:
-        raise UserError(f"--seed {seed} must be 0 or more")
+    if not 0 <= seed < 2 ** 31:  # scikit-learn's k-means takes no more than 32 bits
+        raise UserError(f"--seed {seed} must be from 0 to {2 ** 31 - 1}")
     for flag, value in (("known_ratio", known_ratio), ("labeled_ratio", labeled_ratio)):
         if not 0 < value <= 1:
             raise UserError(f"--{flag} {value:g} must be above 0 and at most 1")
@@ -563,6 +563,8 @@ def read_run(folder, **task):
                 texts[split] = [row[0] for row in csv.reader(f, delimiter="\t")][1:]
         labels = {split: np.load(folder / f"{split}_label.npy") for split in SPLITS}
         names = (folder / "labels.txt").read_text(encoding="utf-8").splitlines()
+        if "own" not in meta:
+            (folder / "train_truth.npy").stat(), (folder / "class_counts.npy").stat()  # for the metrics, hours from now
     except FileNotFoundError as err:
         again = f"remove {folder} and {remake}" if folder.exists() else f"{remake} first"
         raise UserError(f"{err.filename} is missing: {again}") from None

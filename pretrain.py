@@ -86,6 +86,8 @@ def load_checkpoint(path):
         return None
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, MemoryError):
+        raise
     except Exception as err:
         reason = str(err).strip().split("\n")[0]
         raise UserError(f"{path} is damaged ({reason[:80]}): delete it and run the same command again") from None
@@ -117,6 +119,8 @@ def same_config(found, config, path, restart):
     if not different or restart:
         return not different
     key = different[0]
+    if isinstance(found.get(key), dict) and isinstance(config[key], dict):  # the settings of the pre-training it starts from
+        key, found, config = next((k, found[key], config[key]) for k in config[key] if found[key].get(k) != config[key][k])
     raise UserError(f"{path} was made with other settings ({key} {found.get(key)}, now {config[key]}): pass --restart to "
                     "replace it, or another --out_dir (train_imbanid.py: --tag) to keep both")
 
@@ -160,13 +164,15 @@ def semi_supervised_kmeans(x, label, K, num_known, seed, n_init=10, plus_plus=Fa
     held, free = torch.where(label >= 0)[0], torch.where(label < 0)[0]
     known = class_means(x, label, num_known)
     best = (math.inf, None)
+    if plus_plus and num_known:
+        unlabelled, to_known = x[free], torch.cdist(x[free], known).amin(1)
     for _ in range(n_init):
         novel = free[torch.randperm(len(free), generator=generator)[:K - num_known].to(free.device)]
         if plus_plus and num_known:
-            distance = torch.cdist(x[free], known).amin(1)
+            distance = to_known
             for j in range(K - num_known):
                 novel[j] = free[torch.multinomial((distance ** 2 + 1e-9).cpu(), 1, generator=generator).to(free.device)]
-                distance = torch.minimum(distance, torch.cdist(x[free], x[novel[j], None])[:, 0])
+                distance = torch.minimum(distance, torch.cdist(unlabelled, x[novel[j], None])[:, 0])
         centre, assigned = torch.cat([known, x[novel]]), None
         for _ in range(100):
             last, distance = assigned, (centre ** 2).sum(1) - 2 * x @ centre.T
@@ -344,14 +350,15 @@ def splits_and_merges(z, label, dev_z, dev_label, K, args_of_seeding, seed):
 
 def silhouette_num_classes(z, label, args_of_seeding, seed):
     """The number of classes with the best silhouette on a geometric grid, for where hardly any class is known."""
-    num_known, best, K = int(label.max()) + 1, (-1.0, 1), 4
+    num_known = int(label.max()) + 1
+    best, K = (-1.0, max(1, num_known)), max(4, num_known)
     while K <= len(z) / 2 and K < 4 * best[1] + 8:  # it has a single broad peak
-        centre = seed_centres(z, label, max(K, num_known), num_known, *args_of_seeding, seed, quiet=True)
+        centre = seed_centres(z, label, K, num_known, *args_of_seeding, seed, quiet=True)
         cluster = (z @ centre.T).argmax(1).cpu().numpy()
         if len(set(cluster)) > 1:
             score = silhouette_score(z.cpu().numpy(), cluster, metric="cosine", sample_size=min(3000, len(z)),
                                      random_state=seed)
-            best = max(best, (float(score), max(K, num_known)))
+            best = max(best, (float(score), K))
         K = math.ceil(1.2 * K)
     return best[1]
 
@@ -436,6 +443,9 @@ def start_processes(device):
     if world == 1:
         return 0, 1, device
     if device.type == "cuda":
+        if int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count():
+            raise UserError(f"{os.environ['LOCAL_WORLD_SIZE']} processes for {torch.cuda.device_count()} GPUs: start one for "
+                            "each GPU, or pass --device cpu")
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     else:
@@ -514,7 +524,8 @@ def joint_step(loss, optimizer, where, rows):
 
 def check_weights(optimizer, where):
     """UserError where the last step has driven weights so far that they say nothing: nobody wants to go on from there."""
-    largest = max(float(p.detach().abs().max()) for group in optimizer.param_groups for p in group["params"] if p.numel())
+    parameters = [p.detach() for group in optimizer.param_groups for p in group["params"] if p.numel()]
+    largest = float(torch.stack([p.abs().max() for p in parameters]).max())  # Python's own max may pass over a nan
     if not largest < 1e6:
         raise UserError(f"a weight of {largest:.0e} after {where}: try a smaller --lr or --dtype float32; the last finished "
                         "epoch before it is saved")

@@ -16,6 +16,7 @@
 set -euo pipefail
 raw=${RAW_DIR:-}
 if [ -n "$raw" ]; then raw=$(realpath -m "$raw"); fi
+if [ -d "${ENCODER:-}" ]; then ENCODER=$(realpath "$ENCODER"); fi
 usage() {
     echo "usage: bash run_all.sh DATASET GAMMA [flags for train_imbanid.py]      DATASET: clinc, banking, stackoverflow or demo" >&2
     echo "       bash run_all.sh TABLE [flags]                                   TABLE: a .csv, .tsv or .jsonl file" >&2
@@ -37,8 +38,8 @@ if [ "$dataset" = demo ] || [ -n "$own" ]; then encoder=${ENCODER:-minilm}; else
 launch=(python)
 if [ "$nproc" != 1 ]; then launch=(torchrun --standalone --nproc_per_node "$nproc"); fi
 
-# The flags of the first and the last stage are picked out, the others are train_imbanid.py's.
-tag= method=imbanid make=() name=() train=()
+# The flags of the first and the last stage are picked out, two are for both trainings, the others are train_imbanid.py's.
+tag= method=imbanid make=() name=() pre=() train=()
 while [ $# -gt 0 ]; do
     value=("${@:2:1}")
     case "$1" in
@@ -48,8 +49,11 @@ while [ $# -gt 0 ]; do
         --name_command=*) name+=("$1") ;;
         --method) method=${value[0]:-} && shift ;;
         --method=*) method=${1#--method=} ;;
-        --tag) tag=_${value[0]:-} train+=("$1" "${value[@]}") && shift ;;
-        --tag=*) tag=_${1#--tag=} train+=("$1") ;;
+        --restart) pre+=("$1") train+=("$1") ;;
+        --device) pre+=("$1" "${value[@]}") train+=("$1" "${value[@]}") && shift ;;
+        --device=*) pre+=("$1") train+=("$1") ;;
+        --tag) tag=${value[0]:+_${value[0]}} train+=("$1" "${value[@]}") && shift ;;
+        --tag=*) tag=${1#--tag=} tag=${tag:+_$tag} train+=("$1") ;;
         --dataset* | --gamma* | --seed* | --known_ratio* | --labeled_ratio* | --data_dir* | --out_dir*)
             echo "run_all.sh: $1 belongs to every stage: pass DATASET GAMMA, SEED or SEEDS, KNOWN_RATIO, or run the scripts one by one" >&2
             exit 2 ;;
@@ -75,7 +79,7 @@ for seed in $seeds; do
     # raw corpus or table -> data/<run>/
     python make_lt_data.py "${task[@]}" --raw_dir "$raw" ${make[@]+"${make[@]}"}
     # data/<run>/ -> out/<run>/pretrain.pt
-    if [ "$method" = imbanid ]; then "${launch[@]}" pretrain.py "${task[@]}" --encoder "$encoder"; fi  # a compared method runs it if it needs it
+    if [ "$method" = imbanid ]; then "${launch[@]}" pretrain.py "${task[@]}" --encoder "$encoder" ${pre[@]+"${pre[@]}"}; fi  # a compared method runs it if it needs it
     # data/<run>/ and out/<run>/pretrain.pt -> out/<run>/results.json and what belongs to it
     "${launch[@]}" "${stage[@]}" "${task[@]}" ${train[@]+"${train[@]}"}
     run=$(python -c "import sys, make_lt_data as m; print(m.run_name(sys.argv[1], float('$gamma'), $seed, float('${KNOWN_RATIO:-0.75}')))" "$dataset")

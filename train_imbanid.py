@@ -270,30 +270,38 @@ def seeding(args, meta):
             0.0 if args.no_class_sizes or "own" in meta else meta["labeled_ratio"])
 
 
-def resolve_num_classes(args, z, label, meta, rank):
-    """--num_classes as a number; it is estimated on process 0. z: {"train", "dev"} pre-trained features; label: likewise."""
-    wanted = args.num_classes or ("true" if meta["num_classes"] else "auto")
-    if wanted == "true" and meta["num_classes"]:
-        return meta["num_classes"]
-    if wanted == "appendix_e" and not (meta["num_known"] or args.max_classes):
-        raise UserError("--num_classes appendix_e needs known classes, or --max_classes")
-    if wanted in ("auto", "appendix_e"):
-        K = torch.zeros(1, dtype=torch.int64, device=z["train"].device)
-        if rank == 0:
-            K += (appendix_e(z["train"], meta["num_known"], args.max_classes, args.min_cluster, args.seed)
-                  if wanted == "appendix_e" else
-                  estimate_num_classes(z["train"], label["train"], z["dev"], label["dev"], seeding(args, meta), args.seed))
-            K.clamp_(max=meta["num_known"] + meta["num_unlabelled"])
-            print(f"estimated number of classes: {int(K)}" + (
-                f" (the benchmark has {meta['num_classes']})" if meta["num_classes"] else "; --num_classes sets it"))
-        return int(sum_over_ranks(K))
+def wanted_classes(args, meta):
+    """(--num_classes as a number, or the name of the estimate that will give it; the largest number there are rows for)."""
+    wanted, least = args.num_classes or ("true" if meta["num_classes"] else "auto"), max(1, meta["num_known"])
     most = meta["num_known"] + meta["num_unlabelled"]
     if "own" not in meta:
         most = min(most, meta["num_test"])  # k-means is fitted on either
-    if not wanted.isdecimal() or not max(1, meta["num_known"]) <= int(wanted) <= most:
+    if wanted == "true" and meta["num_classes"]:
+        wanted = str(meta["num_classes"])
+    if wanted == "appendix_e" and not (meta["num_known"] or args.max_classes):
+        raise UserError("--num_classes appendix_e needs known classes, or --max_classes")
+    if wanted in ("auto", "appendix_e"):
+        return wanted, most
+    if not wanted.isdecimal() or not least <= int(wanted) <= most:
         raise UserError(f"--num_classes {wanted}: pass true (on a benchmark), auto, appendix_e, or a number from "
-                        f"{max(1, meta['num_known'])} (the known classes) to {most} (as many as there are rows for)")
-    return int(wanted)
+                        f"{least} (the known classes) to {most} (as many as there are rows for)")
+    return int(wanted), most
+
+
+def resolve_num_classes(args, z, label, meta, rank):
+    """--num_classes as a number; it is estimated on process 0. z: {"train", "dev"} pre-trained features; label: likewise."""
+    wanted, most = wanted_classes(args, meta)
+    if isinstance(wanted, int):
+        return wanted
+    K = torch.zeros(1, dtype=torch.int64, device=z["train"].device)
+    if rank == 0:
+        K += (appendix_e(z["train"], meta["num_known"], args.max_classes, args.min_cluster, args.seed)
+              if wanted == "appendix_e" else
+              estimate_num_classes(z["train"], label["train"], z["dev"], label["dev"], seeding(args, meta), args.seed))
+        K.clamp_(max=most)
+        print(f"estimated number of classes: {int(K)}" + (
+            f" (the benchmark has {meta['num_classes']})" if meta["num_classes"] else "; --num_classes sets it"))
+    return int(sum_over_ranks(K))
 
 
 def evaluate(args, z, head, pseudo_label, data, labels, meta, kmeans_file):
@@ -333,6 +341,7 @@ def check_flags(args):
 def main(args):
     check_flags(args)
     run, data, texts, labels, _, meta = open_run(args)
+    wanted_classes(args, meta)  # refused now rather than after the features
     base = Path(args.out_dir) / run
     out = base.with_name(f"{run}_{args.tag}") if args.tag else base
     pre = open_pretrained(base / "pretrain.pt", data)
@@ -348,6 +357,8 @@ def main(args):
 
 def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, device):
     """From the features to results.json."""
+    if args.batch_size < world:
+        raise UserError(f"--batch_size {args.batch_size} is less than a row for each of {world} processes")
     clock, seconds = [time.time()], {"pretrain": pre["seconds"]}
 
     def lap(stage):
@@ -394,7 +405,7 @@ def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, 
         scores = {"own": True, **{k: meta[k] for k in ("num_rows", "num_known", "num_labelled", "num_dev", "text_column")}}
     else:
         scores, arrays["test_pred"] = evaluate(args, z, head.detach(), pseudo_label, data, labels, meta,
-                                               base / f"kmeans_{K}.npy")
+                                               base / f"kmeans_{K}_{config['dtype']}.npy")
         arrays["test_feature"] = z["final"]["test"].cpu().numpy()
     lap("evaluate")
     results = {"dataset": meta["dataset"], "gamma": meta.get("gamma"), "seed": args.seed, "method": "imbanid", "tag": args.tag,
@@ -460,6 +471,7 @@ def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, r
             everyone = gather_rows(pseudo_label, N), gather_rows(confidence, N)
             clean = select_clean(*everyone, transport.beta, args.rho, args.tau_g, not args.no_dr, not args.no_qr, labelled)
             if view is None or epoch % args.view_epochs == 0:
+                view = None  # two of them need not be held at once
                 drawing = torch.Generator().manual_seed(7919 * (epoch // args.view_epochs + 1) + 104729 * args.seed + rank)
                 view = encoder.cache(encoder.replace_tokens(tokens["train"], args.replace_rate, drawing))
             epoch += 1
@@ -480,7 +492,7 @@ def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, r
                             potential=potential.cpu(), marginal=marginal.cpu(), config=config,
                             seconds=before + time.time() - start)
             bar.update()
-            bar.set_postfix(dev=f"{log[-1]['dev_accuracy'] or math.nan:.2f}", clean=f"{log[-1]['clean']:.2f}")
+            bar.set_postfix(dev=f"{right / max(1, len(label['dev'])):.1%}", clean=f"{log[-1]['clean']:.2f}")
     return epoch, before, assign
 
 

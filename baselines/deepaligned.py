@@ -51,7 +51,7 @@ def main(args):
 
     best = train(run, "last", {"dense": dense, "head": head}, batch_loss, epochs=args.epochs, batch_size=args.batch_size,
                  lr=args.lr, judge=cluster, judge_start=True, patience=args.patience)
-    finish(run, best["centre"], dense)
+    finish(run, lambda z: best["centre"], dense)
 
 
 if __name__ == "__main__":

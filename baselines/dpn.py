@@ -6,7 +6,7 @@ After pre-training with CE + MLM (pretrain.py), prototypes of the known classes 
 all rows. Bipartite matching says which clusters are the known classes. Then (a) every row is drawn to the cluster prototypes
 near it, (b) the rows of the matched clusters to the known classes' prototypes, which follow the labelled means by a moving
 average, and (c) cross-entropy sees the labelled rows. k-means at the end. Authors' code: github.com/Lackel/DPN, the settings
-from its run.sh and data.py after the authors' corrections.
+from its run.sh, init_parameter.py and data.py after the authors' corrections.
 """
 from dataclasses import dataclass
 
@@ -29,6 +29,7 @@ class Args(Flags):
     tau: float = 0.07  # sharpness of a row's weights on the prototypes
     known_weight: float = 0.0  # gamma of the paper: weight of (b); 0: 10, on StackOverflow 90
     ema: float = 0.9  # share of the old prototype in the moving average
+    n_init: int = 20  # starts of both k-means
 
 
 def prototype_loss(z, prototype, tau, distance):
@@ -38,7 +39,7 @@ def prototype_loss(z, prototype, tau, distance):
 
 
 def main(args):
-    check_positive(args, "batch_size", "lr", "tau")
+    check_positive(args, "batch_size", "lr", "tau", "n_init")
     check_zero_or_more(args, "epochs", "known_weight")
     check_shares(args, "ema")
     run = Run(args, "dpn", pretrained=True)
@@ -49,12 +50,13 @@ def main(args):
     head = nn.Linear(encoder.hidden_size, run.K).to(run.device)
 
     def begin_epoch(memory, step):
-        z = encoder.all_features(run.hidden["train"])  # not of unit length: it weighs (a) against (b)
-        mean = torch.stack([z[label == k].mean(0) for k in range(run.num_known)])
+        with torch.no_grad():  # features not of unit length: it weighs (a) against (b)
+            z = encoder.features(run.hidden["train"], run.labelled)
+        mean = torch.stack([z[label[run.labelled] == k].mean(0) for k in range(run.num_known)])
         if "known" in memory:
             memory["known"] = args.ema * memory["known"] + (1 - args.ema) * mean
             return
-        centre, found = kmeans(z, run.K, args.seed)
+        centre, found = kmeans(encoder.all_features(run.hidden["train"]), run.K, args.seed, args.n_init)
         matched = align(mean, centre)
         memory |= {"known": mean, "cluster": centre, "is_known": torch.isin(found, matched)}
 
@@ -68,7 +70,7 @@ def main(args):
 
     train(run, "last", {"head": head}, batch_loss, epochs=args.epochs or EPOCHS.get(args.dataset, 80),
           batch_size=args.batch_size, lr=args.lr, begin_epoch=begin_epoch, bias_correction=True)
-    finish(run, kmeans(run.unit_features("train"), run.K, args.seed)[0])
+    finish(run, lambda z: kmeans(z, run.K, args.seed, args.n_init)[0])
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@
 
 What any training has to beat. Semi-supervised: the labelled rows are held in their classes, whose means are the first centres.
 """
-import time
 from dataclasses import dataclass
 
 from baselines.shared import Flags, Run, finish, kmeans
@@ -25,12 +24,8 @@ def main(args):
     run = Run(args, "kmeans", pretrained=args.features == "pretrained")
     if run.finished:
         return
-    start, z = time.time(), run.unit_features("train")
-    centre = (semi_supervised_kmeans(z, run.label["train"], run.K, run.num_known, args.seed) if args.semi_supervised
-              else kmeans(z, run.K, args.seed, n_init=3)[0])
-    run.seconds["kmeans"] = time.time() - start
-    run.out.mkdir(parents=True, exist_ok=True)
-    finish(run, centre)
+    finish(run, lambda z: (semi_supervised_kmeans(z, run.label["train"], run.K, run.num_known, args.seed)
+                           if args.semi_supervised else kmeans(z, run.K, args.seed, n_init=3)[0]))
 
 
 if __name__ == "__main__":

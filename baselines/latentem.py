@@ -81,7 +81,7 @@ def main(args):
 
     train(run, "last", {"dense": dense, "known": known, "projection": projection}, batch_loss, epochs=args.epochs,
           batch_size=args.batch_size, lr=args.lr, begin_epoch=begin_epoch)
-    finish(run, kmeans(dense_features(run, dense), run.K, args.seed)[0], dense)
+    finish(run, lambda z: kmeans(z, run.K, args.seed)[0], dense)
 
 
 if __name__ == "__main__":

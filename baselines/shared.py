@@ -34,7 +34,7 @@ from encoder import Encoder, pick_dtype
 from losses import class_wise_loss, contrastive_objective, instance_wise_loss
 from make_lt_data import CORPORA, UserError, check_tag, open_run, write_atomic
 from metrics import cluster_metrics
-from pretrain import load_checkpoint, load_trained, same_config, save_checkpoint, seed_epoch, trained_state
+from pretrain import check_weights, load_checkpoint, load_trained, same_config, save_checkpoint, seed_epoch, trained_state
 from train_imbanid import read_finished, save_run
 
 
@@ -82,9 +82,9 @@ class Run:
         if self.finished:
             print_results(results, self.out)
             return
-        (self.out / "results.json").unlink(missing_ok=True)  # what --restart replaces
         start = time.time()
         self.encoder = Encoder(args.encoder, args.max_length, self.device, dtype, True, args.cache_gb, self.out)
+        (self.out / "results.json").unlink(missing_ok=True)  # what --restart replaces
         self.tokens = {split: self.encoder.tokenize(texts[split]) for split in texts}
         self.hidden = {split: self.encoder.cache(tokens, f"reading {split}") for split, tokens in self.tokens.items()}
         self.label = {split: torch.from_numpy(self.labels[split]).to(self.device) for split in ("train", "dev")}
@@ -258,6 +258,7 @@ def train(run, stage, heads, batch_loss, *, epochs, batch_size, lr, rows=None, b
             modules.train()
             order = rows[torch.randperm(len(rows), generator=generator).to(run.device)]
             losses = [step(batch_loss(part, memory)) for part in order.split(batch_size)]
+            check_weights(optimizer, f"epoch {epoch} of {stage}")
             modules.eval()
             value = judge(memory) if judge else -epoch
             log.append({"stage": stage, "epoch": epoch, "loss": sum(losses) / len(losses),
@@ -291,14 +292,17 @@ def print_results(results, out):
     print(f"{sum(results['seconds'].values()):.0f} seconds; everything is in {out}/")
 
 
-def finish(run, centre, dense=None):
-    """Assign all rows to centres (K, H) fitted on the training features, score, write results.json and what belongs to it.
+def finish(run, fit, dense=None):
+    """Assign all rows to centres fitted on the training features, score, write results.json and what belongs to it.
 
-    dense: the layer behind the encoder where the method has one. confidence.npy holds the cosine to the own centre. This
-    is the one place that opens train_truth.npy.
+    fit: (N, H) unit features of the training rows -> centres (K, H). dense: the layer behind the encoder where the method
+    has one. confidence.npy holds the cosine to the own centre. This is the one place that opens train_truth.npy.
     """
     start = time.time()
+    run.out.mkdir(parents=True, exist_ok=True)
     z = {split: dense_features(run, dense or nn.Identity(), split) for split in run.raw}
+    centre = fit(z["train"])
+    run.seconds["cluster"], start = time.time() - start, time.time()
     found = {split: nearest(z[split], centre) for split in z}
     cosine = (normalize(z["train"], dim=1) * normalize(centre, dim=1)[found["train"]]).sum(1)
     counts, truth, seed = np.load(run.data / "class_counts.npy"), np.load(run.data / "train_truth.npy"), run.args.seed

@@ -103,7 +103,7 @@ def main(args):
     last = train(run, "last", {"dense": dense, "head": head, "contrast": contrast}, batch_loss, epochs=args.epochs,
           batch_size=args.batch_size, lr=args.lr or LR.get(args.dataset, 1e-5), begin_epoch=begin_epoch,
           more_steps=-(-len(run.labelled) // args.batch_size))
-    finish(run, kmeans(dense_features(run, dense), run.K, args.seed, init=last["centre"])[0], dense)
+    finish(run, lambda z: kmeans(z, run.K, args.seed, init=last["centre"])[0], dense)
 
 
 if __name__ == "__main__":

@@ -272,8 +272,9 @@ SWITCHES = [("--pseudo_label", "cot"), WEAK, ("--pseudo_label", "eot", *WEAK), (
             ("--pseudo_label", "mot", "--mu", 0.1), ("--pseudo_label", "kmeans"), ("--no_dr", *LOW), ("--no_qr", *LOW),
             ("--no_dr", "--no_qr"), LOW, ("--no_adaptive_weight",), ("--no_cwcl",), ("--no_iwcl",), ("--omega", 0.9),
             ("--lambda1", 1.0), ("--lambda2", 0.1), ("--rho", 0.1), ("--tau", 0.5), ("--temperature", 0.2),
-            ("--replace_rate", 0.6), ("--view_epochs", 1), ("--kappa", 3.0), ("--label_weight", 1.0), ("--num_classes", 10),
-            ("--num_classes", "auto"), ("--num_classes", "appendix_e", "--max_classes", 12, "--min_cluster", 3),
+            ("--replace_rate", 0.6), ("--view_epochs", 1), ("--kappa", 3.0), ("--label_weight", 1.0), ("--max_steps", 1),
+            ("--no_class_sizes",), ("--num_classes", 10), ("--num_classes", "auto"),
+            ("--num_classes", "appendix_e", "--max_classes", 12, "--min_cluster", 3),
             ("--swaps", 0, "--num_classes", 10)]  # of two novel centres none may find a better place
 
 
@@ -623,7 +624,7 @@ def test_a_damaged_or_missing_checkpoint(tiny_run, tmp_path):
 
 def test_an_encoder_that_is_not_there(tiny_run, tmp_path):
     task = (*tiny_run[0][:-1], tmp_path)
-    offline = {"HF_HUB_OFFLINE": "1"}
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}  # nor what a user has in the cache
     for name in (tmp_path / "nothing", "bert-base-uncased"):
         one_line_error(script("pretrain.py", *task, "--encoder", name, ok=False, env=offline), "--encoder", "minilm")
 
