@@ -86,7 +86,7 @@ def load_checkpoint(path):
         return None
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, MemoryError):
+    except (PermissionError, MemoryError):
         raise
     except Exception as err:
         reason = str(err).strip().split("\n")[0]

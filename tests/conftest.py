@@ -3,6 +3,7 @@ import contextlib
 import csv
 import multiprocessing
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -32,28 +33,64 @@ def write_tsv(path, rows):
         csv.writer(f, delimiter="\t", lineterminator="\n").writerows(rows)
 
 
-def script(name, *flags, ok=True, nproc=None, env=None, cwd=REPO):
-    """Run a script as a user does. Returns the finished process; with ok, it must have exited with 0.
+class Started:
+    """A script that runs in a fork of a Python that has imported what the scripts import and done nothing else.
 
-    With an environment of its own or under torchrun it is a new Python; otherwise a fork of a Python that has imported
-    what the scripts import and done nothing else.
+    What the tests need of subprocess.Popen. words: as a command line has them behind `python`. first: called in the fork
+    before the script.
+    """
+
+    def __init__(self, words, cwd=REPO, env=None, first=None):
+        self.args, self.folder = [*map(str, words)], tempfile.TemporaryDirectory()
+        self.said = [Path(self.folder.name) / stream for stream in ("stdout", "stderr")]
+        self.process = FORKS.Process(target=run_forked, args=(*self.said, cwd, self.args, env or {}, first))
+        self.process.start()
+
+    def poll(self):
+        return self.process.exitcode
+
+    def send_signal(self, which):
+        os.kill(self.process.pid, which)
+
+    def finish(self, timeout=300):
+        """subprocess.CompletedProcess, once it has ended."""
+        self.process.join(timeout)
+        late = self.process.exitcode is None
+        if late:
+            self.process.kill()
+            self.process.join()
+        done = subprocess.CompletedProcess(self.args, self.process.exitcode, *(
+            path.read_text(encoding="utf-8") if path.exists() else "" for path in self.said))
+        self.folder.cleanup()
+        if late:
+            raise subprocess.TimeoutExpired(self.args, timeout, done.stdout, done.stderr)
+        return done
+
+
+def ranks(words, nproc):
+    """The script on nproc processes with the environment that torchrun gives them; starting torchrun itself is slow."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    both = {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    started = [Started(words, env={key: str(value) for key, value in {**both, "RANK": rank, "LOCAL_RANK": rank}.items()})
+               for rank in range(nproc)]
+    done = [process.finish() for process in started]
+    return subprocess.CompletedProcess(words, max(abs(one.returncode) for one in done),
+                                       "".join(one.stdout for one in done), "".join(one.stderr for one in done))
+
+
+def script(name, *flags, ok=True, nproc=None, env=None, first=None, cwd=REPO):
+    """Run a script as a user does, in a fork, with an environment of its own in a new Python. Returns the finished process.
+
+    With ok, it must have exited with 0. nproc: on as many processes, see ranks. first: see Started.
     """
     words = [name if name == "-m" else str(REPO / name), *map(str, flags)]
-    if nproc or env:
-        start = [sys.executable, *words]
-        if nproc:
-            start[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(nproc)]
-        done = subprocess.run(start, cwd=cwd, capture_output=True, text=True, timeout=300, env={**os.environ, **(env or {})})
+    if env:
+        done = subprocess.run([sys.executable, *words], cwd=cwd, capture_output=True, text=True, timeout=300,
+                              env={**os.environ, **env})
     else:
-        with tempfile.TemporaryDirectory() as folder:
-            said = [Path(folder) / stream for stream in ("stdout", "stderr")]
-            process = FORKS.Process(target=run_forked, args=(*said, cwd, words))
-            process.start()
-            process.join(300)
-            if process.is_alive():
-                process.kill()
-                raise subprocess.TimeoutExpired(words, 300, *(path.read_bytes() for path in said))
-            done = subprocess.CompletedProcess(words, process.exitcode, *(path.read_text(encoding="utf-8") for path in said))
+        done = ranks(words, nproc) if nproc else Started(words, cwd, first=first).finish()
     if ok:
         assert done.returncode == 0, done.stdout + done.stderr
     return done

@@ -1,8 +1,10 @@
 """The parts of pretrain.py and train_imbanid.py, and the real scripts on a tiny corpus with a tiny encoder."""
+import functools
 import json
 import math
 import os
 import random
+import resource
 import shutil
 import signal
 import socket
@@ -14,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import REPO, TINY_PRETRAIN, TINY_TRAIN, one_line_error, read_tsv, script
+from conftest import REPO, TINY_PRETRAIN, TINY_TRAIN, Started, one_line_error, ranks, read_tsv, script
 
 import pretrain
 import train_imbanid
@@ -35,7 +37,7 @@ def train(task, *flags):
     """Run train_imbanid.py in this process; returns results.json and the predictions."""
     args = parse_args(train_imbanid.Args, [str(word) for word in (*task, *TINY_TRAIN, *flags)])
     train_imbanid.main(args)
-    out = next(p for p in [task[-1] / ("demo_g4_s0" + (f"_{args.tag}" if args.tag else ""))])
+    out = task[-1] / ("demo_g4_s0" + (f"_{args.tag}" if args.tag else ""))
     return json.loads((out / "results.json").read_text()), out
 
 
@@ -442,8 +444,7 @@ def test_a_language_model_head_that_is_drawn_is_drawn_by_the_seed(tiny_run, tiny
 @pytest.mark.parametrize("P", [2, 4])
 def test_a_batch_has_the_same_loss_and_gradient_on_any_number_of_processes(tiny_encoder, tmp_path, P):
     (tmp_path / "check.py").write_text(SAME_BATCH.format(repo=str(REPO), encoder=str(tiny_encoder)))
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(P),
-                           str(tmp_path / "check.py")], capture_output=True, text=True, timeout=240)
+    done = ranks([tmp_path / "check.py"], P)
     assert done.returncode == 0 and done.stdout.count("same") == P, done.stderr
 
 
@@ -487,21 +488,20 @@ def test_a_run_killed_at_five_random_moments_ends_the_same(tiny_run):
     flags = ("--epochs", 60)
     _, unbroken = train(task, *flags, "--tag", "unbroken")
     broken = unbroken.with_name("demo_g4_s0_broken")
-    command = [sys.executable, str(REPO / "train_imbanid.py"), *map(str, (*task, *TINY_TRAIN, *flags)), "--tag", "broken"]
+    words = ["train_imbanid.py", *task, *TINY_TRAIN, *flags, "--tag", "broken"]
     moment, kills = random.Random(0), 0
     for _ in range(5):
         before = (broken / "last.pt").stat().st_mtime_ns if (broken / "last.pt").exists() else 0
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        while process.poll() is None and not (  # until it has saved once more, so that five kills cannot all hit the imports
+        process = Started([REPO / words[0], *words[1:]])
+        while process.poll() is None and not (  # until it has saved once more, so that five kills cannot all hit the start
                 (broken / "last.pt").exists() and (broken / "last.pt").stat().st_mtime_ns > before):
             time.sleep(0.001)
         time.sleep(moment.random() * 0.2)
         kills += process.poll() is None
-        process.kill()
-        process.wait()
+        process.send_signal(signal.SIGKILL)
+        process.finish()
     assert kills >= 3 and not (broken / "results.json").exists(), "the run is too short for this test"
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert "resuming" in done.stdout, done.stderr
+    assert "resuming" in script(*words).stdout
     for name in ("test_pred.npy", "pseudo_label.npy", "test_feature.npy", "confidence.npy"):
         assert (broken / name).read_bytes() == (unbroken / name).read_bytes(), name
     ends = [json.loads((p / "results.json").read_text()) for p in (broken, unbroken)]
@@ -511,20 +511,17 @@ def test_a_run_killed_at_five_random_moments_ends_the_same(tiny_run):
 def test_ctrl_c_and_sigterm_say_how_to_go_on(tiny_run):
     task = tiny_run[0]
     for tag, sent in (("term", signal.SIGTERM), ("int", signal.SIGINT)):
-        flags = map(str, (*task, *TINY_TRAIN, "--epochs", 3000, "--tag", tag))
-        command = [sys.executable, str(REPO / "train_imbanid.py"), *flags]
-        process = start_until(tiny_run[1] / f"out/demo_g4_s0_{tag}/last.pt", command,
-                              preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # a shell's & ignores it
+        flags = (*task, *TINY_TRAIN, "--epochs", 3000, "--tag", tag)
+        process = started_until(tiny_run[1] / f"out/demo_g4_s0_{tag}/last.pt", Started([REPO / "train_imbanid.py", *flags]))
         process.send_signal(sent)
-        said = process.communicate(timeout=60)[1].splitlines()
-        assert process.returncode == 2 and len(said) == 1 and "the same command goes on" in said[0], said
+        one_line_error(process.finish(60), "the same command goes on")
 
 
-def start_until(saved, command, **options):
-    """A process of the command, once it has written the file `saved` and while it still runs."""
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+def started_until(saved, process):
+    """The process, once it has written the file `saved` and while it still runs."""
+    late = time.time() + 200
     while not saved.exists():
-        assert process.poll() is None, process.communicate()
+        assert process.poll() is None and time.time() < late, process.args
         time.sleep(0.01)
     return process
 
@@ -547,7 +544,7 @@ def test_a_killed_rank_ends_the_job_or_restarts_it(tiny_run, tiny_encoder, tmp_p
         saved, finished = out / "last.pt", out / "results.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--max_restarts",
                str(restarts), str(REPO / stage), *map(str, (*task, *flags))]
-    process = start_until(saved, command)
+    process = started_until(saved, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
     rank = f"RANK={1 if restarts else 0}"  # 0 is the one that speaks for all
     environ = {pid: Path(f"/proc/{pid}/environ").read_text().split("\0") for pid in children(process.pid)}
     os.kill(next(pid for pid in environ if rank in environ[pid]), signal.SIGKILL)
@@ -556,22 +553,18 @@ def test_a_killed_rank_ends_the_job_or_restarts_it(tiny_run, tiny_encoder, tmp_p
         assert process.returncode == 0 and "resuming" in said and finished.exists(), errors
     else:
         assert process.returncode != 0 and "the same command goes on from the last finished epoch" in errors, errors
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0 and "resuming" in done.stdout and finished.exists(), done.stderr
+        assert "resuming" in script(stage, *task, *flags, nproc=2).stdout and finished.exists()
 
 
 def test_a_killed_pre_training_goes_on_and_ends_the_same(tiny_run, tiny_encoder, tmp_path):
-    task = [str(word) for word in tiny_run[0][:-1]]
-    flags = ["--encoder", str(tiny_encoder), *map(str, TINY_PRETRAIN), "--epochs", "30"]
     ends = []
     for name in ("unbroken", "broken"):
-        command = [sys.executable, str(REPO / "pretrain.py"), *task, str(tmp_path / name), *flags]
+        words = (*tiny_run[0][:-1], tmp_path / name, "--encoder", tiny_encoder, *TINY_PRETRAIN, "--epochs", 30)
         if name == "broken":
-            process = start_until(tmp_path / name / "demo_g4_s0/pretrain_part.pt", command)
-            process.kill()
-            process.communicate()
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0 and ("resuming" in done.stdout) == (name == "broken"), done.stderr
+            process = started_until(tmp_path / name / "demo_g4_s0/pretrain_part.pt", Started([REPO / "pretrain.py", *words]))
+            process.send_signal(signal.SIGKILL)
+            process.finish()
+        assert ("resuming" in script("pretrain.py", *words).stdout) == (name == "broken")
         ends.append(torch.load(tmp_path / name / "demo_g4_s0/pretrain.pt", weights_only=True))
         assert not (tmp_path / name / "demo_g4_s0/pretrain_part.pt").exists()
     assert ends[0]["log"] == ends[1]["log"]
@@ -667,20 +660,15 @@ def test_the_longest_text(tiny_encoder):
 
 def test_a_full_disk_is_said_in_one_line(tiny_run, tiny_encoder, tmp_path):
     """A file-size limit stands in for a full disk: the write fails in the middle of the checkpoint."""
-    task = [str(word) for word in tiny_run[0][:-1]]
-    command = " ".join([sys.executable, str(REPO / "pretrain.py"), *task, str(tmp_path), "--encoder", str(tiny_encoder),
-                        *map(str, TINY_PRETRAIN)])
-    done = subprocess.run(["bash", "-c", f"trap '' XFSZ; ulimit -f 8; exec {command}"], capture_output=True, text=True,
-                          timeout=120)
-    one_line_error(done, "File too large")
+    full = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (8192, 8192))
+    words = (*tiny_run[0][:-1], tmp_path, "--encoder", tiny_encoder, *TINY_PRETRAIN)
+    one_line_error(script("pretrain.py", *words, first=full, ok=False), "File too large")
     assert not [p for p in tmp_path.rglob("*") if p.is_file()]
 
     part = tmp_path / "demo_g4_s0/pretrain_part.pt"
-    process = start_until(part, [*command.split(), "--epochs", "60"])
-    process.kill()
-    process.communicate()
+    process = started_until(part, Started([REPO / "pretrain.py", *words, "--epochs", 60]))
+    process.send_signal(signal.SIGKILL)
+    process.finish()
     before = part.read_bytes()
-    done = subprocess.run(["bash", "-c", f"trap '' XFSZ; ulimit -f 8; exec {command} --epochs 60"], capture_output=True,
-                          text=True, timeout=120)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "File too large" in done.stderr
+    one_line_error(script("pretrain.py", *words, "--epochs", 60, first=full, ok=False), "File too large")
     assert part.read_bytes() == before and [p for p in tmp_path.rglob("*") if p.is_file()] == [part]
