@@ -2,7 +2,7 @@
 
 Only the last layer is ever trained (the paper's Sec. 4.1), so all that lies below it gives the same numbers every epoch.
 `Encoder.trunk` computes them once for a text and `Packed` keeps them without padding; `Encoder.features` takes it from there.
-Used by pretrain.py, train_imbanid.py and predict.py.
+Used by pretrain.py, train_imbanid.py, predict.py and baselines/.
 """
 import hashlib
 import importlib.util
@@ -126,6 +126,13 @@ def load_masked_lm(name):
     return tokenizer, model
 
 
+def weights_sha256(module):
+    digest = hashlib.sha256()
+    for p in module.parameters():
+        digest.update(p.detach().cpu().numpy())
+    return digest.hexdigest()
+
+
 def pick_dtype(wanted, device):
     """The autocast type for --dtype: bfloat16 where the hardware multiplies it natively, float32 elsewhere."""
     if wanted not in ("auto", "float32", "bfloat16"):
@@ -161,6 +168,7 @@ class Encoder(nn.Module):
         for part in (self.last_layer.attention.output, self.last_layer.output):
             part.dropout = Dropout(part.dropout.p).train(part.training)
         model.base_model.encoder.layer = layers[:-1]
+        self.fingerprint = weights_sha256(model.base_model)  # of what a checkpoint does not hold but was trained on
         for part in model.base_model.encoder.layer.modules():
             if isinstance(part, nn.Linear):
                 part.to(dtype)  # autocast would cast frozen weights anew for every chunk, a seventh of the trunk's time

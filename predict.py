@@ -34,7 +34,7 @@ from tqdm import tqdm
 
 from encoder import Encoder, pick_dtype
 from make_lt_data import TASK, UserError, open_table, pick_text_column, read_run, records, run_name, run_script, write_atomic
-from pretrain import data_fingerprint, load_checkpoint, load_trained, pick_device
+from pretrain import data_fingerprint, load_checkpoint, load_last_layer, pick_device
 
 EXAMPLES = 5  # typical texts of a cluster in clusters.csv
 # Function words of requests, and what is left of "don't" and "I'm", beside scikit-learn's list of English function words.
@@ -232,7 +232,7 @@ class Labeller:
         config, device = state["config"], pick_device(device)
         pre = config["pretrain"]
         self.encoder = Encoder(pre["encoder"], pre["max_length"], device, pick_dtype(dtype, device))
-        load_trained(self.encoder.last_layer, state["last_layer"])
+        load_last_layer(self.encoder, state)
         self.encoder.eval()
         self.head, self.temperature = normalize(state["head"].to(device), dim=1), config["temperature"]
 

@@ -152,6 +152,14 @@ def load_trained(module, state):
             own[name].copy_(value)
 
 
+def load_last_layer(encoder, state):
+    """A checkpoint's trained layer, on the frozen layers that it was trained on and no others. Raises UserError."""
+    if state.get("trunk", encoder.fingerprint) != encoder.fingerprint:
+        raise UserError("the weights of --encoder are not those that the checkpoint was trained with: put them back, or "
+                        "remove the run's folder in out/ and start anew")
+    load_trained(encoder.last_layer, state["last_layer"])
+
+
 # ---- what the pre-trained features give by themselves: K, the first centres, the k-means rows ----
 
 def semi_supervised_kmeans(x, label, K, num_known, seed, n_init=10, plus_plus=False):
@@ -617,13 +625,13 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
 
     def state():
         return {"last_layer": trained_state(encoder.last_layer), "mlm_head": trained_state(encoder.mlm_head),
-                "classifier": classifier.detach().cpu().clone()}
+                "classifier": classifier.detach().cpu().clone(), "trunk": encoder.fingerprint}
 
     epochs = min(args.epochs, math.ceil(args.max_steps / math.ceil(N / args.batch_size)))
     epoch, log, best = 0, [], {"epoch": 0}
     found = load_checkpoint(part)
     if found and same_config(found["config"], config, part, args.restart):
-        load_trained(encoder.last_layer, found["last_layer"])
+        load_last_layer(encoder, found)
         load_trained(encoder.mlm_head, found["mlm_head"])
         classifier.data.copy_(found["classifier"])
         optimizer.load_state_dict(found["optimizer"])

@@ -56,7 +56,7 @@ from pretrain import (
     joint_step,
     kmeans_rows,
     load_checkpoint,
-    load_trained,
+    load_last_layer,
     on_all_processes,
     open_pretrained,
     pick_device,
@@ -376,7 +376,7 @@ def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, 
         return {s: gather_rows(normalize(encoder.all_features(hidden[s]), dim=1), len(texts[s])) for s in splits}
 
     z = {"raw": unit_features("train", "test")}
-    load_trained(encoder.last_layer, pre["last_layer"])
+    load_last_layer(encoder, pre)
     z["pretrained"] = unit_features("train", "dev", "test")  # dev for the number of classes
     found = find_checkpoint(out, config, args.restart, rank, world, device)
     K = len(found["head"]) if found else resolve_num_classes(args, z["pretrained"], label, meta, rank)
@@ -448,7 +448,7 @@ def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, r
     start, before, epoch, log, view = time.time(), 0.0, 0, [], None
     potential, marginal = None, torch.full((K,), 1 / K, dtype=torch.float64, device=encoder.device)
     if found:
-        load_trained(encoder.last_layer, found["last_layer"])
+        load_last_layer(encoder, found)
         optimizer.load_state_dict(found["optimizer"])
         schedule.load_state_dict(found["schedule"])
         epoch, log, before = found["epoch"], found["log"], found["seconds"]
@@ -487,7 +487,8 @@ def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, r
                         "beta_max": float(transport.beta.max()), "beta_min": float(transport.beta.min()),
                         "dev_accuracy": 100 * right / len(label["dev"]) if len(label["dev"]) else None})
             write_atomic(out / "log.jsonl", "".join(json.dumps(line) + "\n" for line in log))
-            save_checkpoint(out / "last.pt", last_layer=trained_state(encoder.last_layer), head=head.detach().cpu(),
+            save_checkpoint(out / "last.pt", last_layer=trained_state(encoder.last_layer), trunk=encoder.fingerprint,
+                            head=head.detach().cpu(),
                             optimizer=optimizer.state_dict(), schedule=schedule.state_dict(), epoch=epoch, log=log,
                             potential=potential.cpu(), marginal=marginal.cpu(), config=config,
                             seconds=before + time.time() - start)

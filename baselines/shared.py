@@ -34,7 +34,16 @@ from encoder import Encoder, pick_dtype
 from losses import class_wise_loss, contrastive_objective, instance_wise_loss
 from make_lt_data import CORPORA, UserError, check_tag, open_run, write_atomic
 from metrics import cluster_metrics
-from pretrain import check_weights, load_checkpoint, load_trained, same_config, save_checkpoint, seed_epoch, trained_state
+from pretrain import (
+    check_weights,
+    load_checkpoint,
+    load_last_layer,
+    load_trained,
+    same_config,
+    save_checkpoint,
+    seed_epoch,
+    trained_state,
+)
 from train_imbanid import read_finished, save_run
 
 
@@ -92,7 +101,7 @@ class Run:
         self.raw = {split: self.unit_features(split) for split in ("train", "test")}  # of the encoder as it comes
         torch.manual_seed(args.seed)  # the heads that a method makes
         if pretrained:
-            load_trained(self.encoder.last_layer, self.pre["last_layer"])
+            load_last_layer(self.encoder, self.pre)
             self.epochs["pretrain"], self.kept["pretrain"] = len(self.pre["log"]), self.pre["epoch"]
         self.seconds["features"] = time.time() - start
 

@@ -24,7 +24,7 @@ sys.path.insert(0, str(REPO))
 
 from encoder import Encoder, pick_dtype  # noqa: E402
 from make_lt_data import UserError, read_run, run_script, write_atomic  # noqa: E402
-from pretrain import load_checkpoint, load_trained, seed_centres  # noqa: E402
+from pretrain import load_checkpoint, load_last_layer, seed_centres  # noqa: E402
 from rot import relaxed_ot  # noqa: E402
 
 
@@ -51,7 +51,7 @@ def real_scores(dataset, args):
     hidden = encoder.trunk(encoder.tokenize(texts["train"]))
     config, found = last["config"], {}
     for when, state in (("start", pre), ("end", last)):
-        load_trained(encoder.last_layer, state["last_layer"])
+        load_last_layer(encoder, state)
         z = normalize(encoder.all_features(hidden), dim=1)
         head = last["head"] if when == "end" else seed_centres(
             z, torch.from_numpy(labels["train"]), meta["num_classes"], meta["num_known"], config["kappa"],

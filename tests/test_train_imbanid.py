@@ -615,6 +615,18 @@ def test_a_damaged_or_missing_checkpoint(tiny_run, tmp_path):
     one_line_error(script("train_imbanid.py", *task, ok=False), "damaged")
 
 
+def test_an_encoder_whose_weights_were_exchanged(tiny_run, tiny_encoder, tmp_path):
+    """The same name and the same shapes, but not the frozen layers that the checkpoint's layer was trained on."""
+    from safetensors.torch import load_file, save_file
+    folder = shutil.copytree(tiny_encoder, tmp_path / "encoder")
+    task = (*tiny_run[0][:-1], tmp_path / "out")
+    script("pretrain.py", *task, *TINY_PRETRAIN, "--epochs", 1, "--encoder", folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["bert.encoder.layer.0.intermediate.dense.weight"][0, 0] += 1
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    one_line_error(script("train_imbanid.py", *task, *TINY_TRAIN, ok=False), "the weights of --encoder")
+
+
 def test_an_encoder_that_is_not_there(tiny_run, tmp_path):
     task = (*tiny_run[0][:-1], tmp_path)
     offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}  # nor what a user has in the cache
