@@ -129,7 +129,7 @@ def load_masked_lm(name):
 def weights_sha256(module):
     digest = hashlib.sha256()
     for p in module.parameters():
-        digest.update(p.detach().cpu().numpy())
+        digest.update(p.detach().cpu().contiguous().numpy())
     return digest.hexdigest()
 
 

@@ -563,8 +563,6 @@ def read_run(folder, **task):
                 texts[split] = [row[0] for row in csv.reader(f, delimiter="\t")][1:]
         labels = {split: np.load(folder / f"{split}_label.npy") for split in SPLITS}
         names = (folder / "labels.txt").read_text(encoding="utf-8").splitlines()
-        if "own" not in meta:
-            (folder / "train_truth.npy").stat(), (folder / "class_counts.npy").stat()  # for the metrics, hours from now
     except FileNotFoundError as err:
         again = f"remove {folder} and {remake}" if folder.exists() else f"{remake} first"
         raise UserError(f"{err.filename} is missing: {again}") from None
@@ -583,7 +581,12 @@ def open_run(args):
     own = args.dataset not in CORPORA
     task = {"dataset": own_name(args.dataset), "seed": args.seed} if own else {
         k: getattr(args, k) for k in TASK}
-    return run, Path(args.data_dir) / run, *read_run(Path(args.data_dir) / run, **task)
+    folder = Path(args.data_dir) / run
+    found = read_run(folder, **task)
+    for name in () if own else ("train_truth.npy", "class_counts.npy"):
+        if not (folder / name).exists():  # said now: they are opened after hours of training
+            raise UserError(f"{folder}/{name} is missing, which the metrics need: remove {folder} and run make_lt_data.py")
+    return run, folder, *found
 
 
 def print_table_row(meta):

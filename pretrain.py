@@ -118,11 +118,12 @@ def same_config(found, config, path, restart):
     different = [key for key in config if found.get(key) != config[key]]
     if not different or restart:
         return not different
-    key = different[0]
+    key, of = different[0], ""
     if isinstance(found.get(key), dict) and isinstance(config[key], dict):  # the settings of the pre-training it starts from
-        key, found, config = next((k, found[key], config[key]) for k in config[key] if found[key].get(k) != config[key][k])
-    raise UserError(f"{path} was made with other settings ({key} {found.get(key)}, now {config[key]}): pass --restart to "
-                    "replace it, or another --out_dir (train_imbanid.py: --tag) to keep both")
+        found, config, of = found[key], config[key], f"{key}'s "
+        key = next(k for k in {**found, **config} if found.get(k) != config.get(k))
+    raise UserError(f"{path} was made with other settings ({of}{key} {found.get(key)}, now {config.get(key)}): pass --restart "
+                    "to replace it, or another --out_dir (train_imbanid.py: --tag) to keep both")
 
 
 def seed_epoch(seed, epoch, rank=0):
@@ -152,11 +153,15 @@ def load_trained(module, state):
             own[name].copy_(value)
 
 
-def load_last_layer(encoder, state):
-    """A checkpoint's trained layer, on the frozen layers that it was trained on and no others. Raises UserError."""
+def check_trunk(encoder, state):
+    """UserError where a checkpoint was trained on other frozen weights than the encoder of that name has now."""
     if state.get("trunk", encoder.fingerprint) != encoder.fingerprint:
         raise UserError("the weights of --encoder are not those that the checkpoint was trained with: put them back, or "
-                        "remove the run's folder in out/ and start anew")
+                        "remove the run's folders in out/, those with a tag too, and start anew")
+
+
+def load_last_layer(encoder, state):
+    check_trunk(encoder, state)
     load_trained(encoder.last_layer, state["last_layer"])
 
 
@@ -451,7 +456,7 @@ def start_processes(device):
     if world == 1:
         return 0, 1, device
     if device.type == "cuda":
-        if int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count():
+        if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > torch.cuda.device_count():
             raise UserError(f"{os.environ['LOCAL_WORLD_SIZE']} processes for {torch.cuda.device_count()} GPUs: start one for "
                             "each GPU, or pass --device cpu")
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

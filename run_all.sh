@@ -16,7 +16,7 @@
 set -euo pipefail
 raw=${RAW_DIR:-}
 if [ -n "$raw" ]; then raw=$(realpath -m "$raw"); fi
-if [ -d "${ENCODER:-}" ]; then ENCODER=$(realpath "$ENCODER"); fi
+if [ -d "${ENCODER:-}" ] && [ ! "$ENCODER" = minilm ] && [ ! . -ef "$(dirname "$0")" ]; then ENCODER=$(realpath "$ENCODER"); fi
 usage() {
     echo "usage: bash run_all.sh DATASET GAMMA [flags for train_imbanid.py]      DATASET: clinc, banking, stackoverflow or demo" >&2
     echo "       bash run_all.sh TABLE [flags]                                   TABLE: a .csv, .tsv or .jsonl file" >&2

@@ -4,7 +4,7 @@ Reads   data/<run>/            (make_lt_data.py; train_truth.npy only for the me
         out/<run>/pretrain.pt  (pretrain.py)
 Writes  out/<run>/  last.pt  pseudo_label.npy confidence.npy beta.npy train_feature.npy log.jsonl results.json
         and of a benchmark, which has a test set, test_feature.npy test_pred.npy
-        kmeans_<K>.npy (the k-means rows of results.json, kept for other tags); with --tag TAG in out/<run>_TAG/
+        kmeans_<K>_<dtype>.npy (the k-means rows of results.json, kept for other tags); with --tag TAG in out/<run>_TAG/
 
     python train_imbanid.py --dataset clinc --gamma 10 --seed 0
     torchrun --nproc_per_node 4 train_imbanid.py --dataset clinc --gamma 10 --seed 0
@@ -15,6 +15,7 @@ CWCL (Eq. 10), IWCL (Eq. 11) and cross-entropy on the clean rows (Eq. 12). Test 
 """
 import json
 import math
+import os
 import platform
 import resource
 import subprocess
@@ -333,6 +334,8 @@ def check_flags(args):
     check_shares(args, "omega", "rho", "tau_g", "replace_rate")
     if not 0 < args.mu < 1:
         raise UserError(f"--mu {args.mu} must be between 0 and 1")
+    if args.batch_size < int(os.environ.get("WORLD_SIZE", 1)):
+        raise UserError(f"--batch_size {args.batch_size} is less than a row for each of {os.environ['WORLD_SIZE']} processes")
     check_tag(args)
     if args.tag != "shared" and (Path(__file__).parent / "baselines" / f"{args.tag}.py").exists():
         raise UserError(f"--tag {args.tag}: out/<run>_{args.tag}/ belongs to the compared method: choose another")
@@ -357,8 +360,6 @@ def main(args):
 
 def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, device):
     """From the features to results.json."""
-    if args.batch_size < world:
-        raise UserError(f"--batch_size {args.batch_size} is less than a row for each of {world} processes")
     clock, seconds = [time.time()], {"pretrain": pre["seconds"]}
 
     def lap(stage):

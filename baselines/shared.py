@@ -93,7 +93,6 @@ class Run:
             return
         start = time.time()
         self.encoder = Encoder(args.encoder, args.max_length, self.device, dtype, True, args.cache_gb, self.out)
-        (self.out / "results.json").unlink(missing_ok=True)  # what --restart replaces
         self.tokens = {split: self.encoder.tokenize(texts[split]) for split in texts}
         self.hidden = {split: self.encoder.cache(tokens, f"reading {split}") for split, tokens in self.tokens.items()}
         self.label = {split: torch.from_numpy(self.labels[split]).to(self.device) for split in ("train", "dev")}
@@ -104,6 +103,7 @@ class Run:
             load_last_layer(self.encoder, self.pre)
             self.epochs["pretrain"], self.kept["pretrain"] = len(self.pre["log"]), self.pre["epoch"]
         self.seconds["features"] = time.time() - start
+        (self.out / "results.json").unlink(missing_ok=True)  # what --restart replaces
 
     def draw_labelled(self, most):
         """int64: at most `most` labelled training rows, drawn with replacement."""
@@ -244,6 +244,7 @@ def train(run, stage, heads, batch_loss, *, epochs, batch_size, lr, rows=None, b
     if found and not same_config(found["config"], run.config, path, args.restart):
         found = None
     if found:
+        pretrain.check_trunk(run.encoder, found)
         load_trained(modules, found["modules"])
         optimizer.load_state_dict(found["optimizer"])
         schedule.load_state_dict(found["schedule"])
@@ -275,9 +276,9 @@ def train(run, stage, heads, batch_loss, *, epochs, batch_size, lr, rows=None, b
             if value < best["value"] or value != value:  # no dev rows: nothing to choose by
                 best = {"value": value, "epoch": epoch, "modules": trained_state(modules), "memory": dict(memory)}
             done = bool(patience) and epoch - best["epoch"] >= patience
-        save_checkpoint(path, modules=trained_state(modules), optimizer=optimizer.state_dict(), schedule=schedule.state_dict(),
-                        epoch=epoch, log=log, memory=memory, best=best, done=done, config=run.config,
-                        seconds=before + time.time() - start)
+        save_checkpoint(path, modules=trained_state(modules), trunk=run.encoder.fingerprint, optimizer=optimizer.state_dict(),
+                        schedule=schedule.state_dict(), epoch=epoch, log=log, memory=memory, best=best, done=done,
+                        config=run.config, seconds=before + time.time() - start)
         write_atomic(run.out / "log.jsonl", "".join(json.dumps(line) + "\n" for line in run.log + log))
         bar.update(epoch - bar.n)
     bar.close()

@@ -3,10 +3,12 @@ import contextlib
 import csv
 import multiprocessing
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -43,27 +45,27 @@ class Started:
     def __init__(self, words, cwd=REPO, env=None, first=None):
         self.args, self.folder = [*map(str, words)], tempfile.TemporaryDirectory()
         self.said = [Path(self.folder.name) / stream for stream in ("stdout", "stderr")]
-        self.process = FORKS.Process(target=run_forked, args=(*self.said, cwd, self.args, env or {}, first))
+        self.process = FORKS.Process(target=run_forked, args=(*self.said, cwd, self.args, env or {}, first), daemon=True)
         self.process.start()
 
     def poll(self):
         return self.process.exitcode
 
     def send_signal(self, which):
-        os.kill(self.process.pid, which)
+        if self.poll() is None:
+            os.kill(self.process.pid, which)
+
+    def kill(self):
+        self.send_signal(signal.SIGKILL)
 
     def finish(self, timeout=300):
-        """subprocess.CompletedProcess, once it has ended."""
+        """subprocess.CompletedProcess, once it has ended or, if it does not in time, was killed (exit code -9)."""
         self.process.join(timeout)
-        late = self.process.exitcode is None
-        if late:
-            self.process.kill()
-            self.process.join()
-        done = subprocess.CompletedProcess(self.args, self.process.exitcode, *(
+        self.kill()
+        self.process.join()
+        done = subprocess.CompletedProcess(self.args, self.poll(), *(
             path.read_text(encoding="utf-8") if path.exists() else "" for path in self.said))
         self.folder.cleanup()
-        if late:
-            raise subprocess.TimeoutExpired(self.args, timeout, done.stdout, done.stderr)
         return done
 
 
@@ -75,7 +77,10 @@ def ranks(words, nproc):
     both = {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     started = [Started(words, env={key: str(value) for key, value in {**both, "RANK": rank, "LOCAL_RANK": rank}.items()})
                for rank in range(nproc)]
-    done = [process.finish() for process in started]
+    late = time.time() + 300
+    while any(one.poll() is None for one in started) and all(not one.poll() for one in started) and time.time() < late:
+        time.sleep(0.01)
+    done = [one.finish(20) for one in started]  # where one has failed the others may have something to say, but not for hours
     return subprocess.CompletedProcess(words, max(abs(one.returncode) for one in done),
                                        "".join(one.stdout for one in done), "".join(one.stderr for one in done))
 
@@ -85,6 +90,7 @@ def script(name, *flags, ok=True, nproc=None, env=None, first=None, cwd=REPO):
 
     With ok, it must have exited with 0. nproc: on as many processes, see ranks. first: see Started.
     """
+    assert (nproc is not None) + (env is not None) + (first is not None) <= 1
     words = [name if name == "-m" else str(REPO / name), *map(str, flags)]
     if env:
         done = subprocess.run([sys.executable, *words], cwd=cwd, capture_output=True, text=True, timeout=300,

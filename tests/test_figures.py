@@ -269,6 +269,12 @@ def test_methods_are_compared_on_the_seeds_they_share_and_on_all_that_imbanid_ha
                      ["ImbaNID", "0 1 2", f"75.00 (p {p:.2g} against k-means, raw features)"]]
 
 
+def test_the_papers_figures_of_a_method():
+    assert figures.paper_acc("usnid", "stackoverflow", 3) == "86.90" and figures.paper_acc("imbanid", "clinc", 10) == "82.40"
+    for nothing in (("kmeans", "clinc", 10), ("gcd", "demo", 10), ("gcd", "clinc", 2)):
+        assert figures.paper_acc(*nothing) == ""
+
+
 def test_confusion_counts_the_matched_classes(tmp_path):
     out = make_run(tmp_path)
     label = np.load(tmp_path / "data/demo_g4_s0/test_label.npy")

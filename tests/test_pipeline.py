@@ -28,6 +28,26 @@ def test_usage_and_bad_input():
     assert done.returncode == 2 and "atis" in done.stderr and "Traceback" not in done.stderr
 
 
+def test_flags_reach_the_stages_they_are_for(tmp_path):
+    """With a python that only says what it was called with, and another folder than the repository's to be called from."""
+    (tmp_path / "python").write_text("#!/bin/sh\n[ \"$1\" = -c ] && echo run || echo \"$@\"\n")
+    (tmp_path / "python").chmod(0o755)
+    (tmp_path / "model").mkdir()
+
+    def said(*words, encoder="model"):
+        env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "ENCODER": encoder, "RAW_DIR": ""}
+        done = subprocess.run(["bash", REPO / "run_all.sh", "demo", "10", *words], cwd=tmp_path, env=env, text=True,
+                              capture_output=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    make, pre, train, mean = said("--device", "cpu", "--restart", "--omega=0.3", "--tag", "x")
+    assert "--device" not in make and pre.endswith(f"--encoder {tmp_path}/model --device cpu --restart")
+    assert train.endswith("--device cpu --restart --omega=0.3 --tag x") and mean == "figures.py mean out/run_x"
+    assert said("--tag", "")[-1] == said("--tag=")[-1] == "figures.py mean out/run"
+    assert said("--device=cpu", encoder="minilm")[1].endswith("--encoder minilm --device=cpu")
+
+
 @pytest.fixture(scope="module")
 def real_minilm_run(tmp_path_factory):
     """The real encoder on the real demo corpus, shortened: the stages one by one, in a folder of their own."""
