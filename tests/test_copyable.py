@@ -6,7 +6,7 @@ import sys
 import textwrap
 
 import pytest
-from conftest import REPO
+from conftest import PATIENCE, REPO
 
 ALLOWED = {"rot": {"math", "torch", "typing", "warnings"}, "losses": {"torch"}, "metrics": {"numpy", "scipy", "sklearn"}}
 
@@ -21,7 +21,7 @@ def test_runs_alone(name, tmp_path):
     (tmp_path / "example.py").write_text(textwrap.dedent(example))
     assert "import" in example and 5 <= len(example.splitlines()) <= 12
     done = subprocess.run([sys.executable, "-I", "-c", "import sys; sys.path.insert(0, '.'); exec(open('example.py').read())"],
-                          cwd=tmp_path, capture_output=True, text=True, timeout=60)
+                          cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() or name == "losses"
 

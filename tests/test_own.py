@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import REPO, TINY_PRETRAIN, TINY_TRAIN, one_line_error, read_tsv, script
+from conftest import PATIENCE, REPO, TINY_PRETRAIN, TINY_TRAIN, one_line_error, read_tsv, script
 
 from make_lt_data import make_own_task, make_split, open_table, raw_corpus, read_run, read_table, records, run_name
 from metrics import cluster_metrics
@@ -272,7 +272,7 @@ def own_run(tmp_path_factory, tiny_rows, tiny_encoder):
     path = table(folder / "my table.csv", [(n, text, label) for n, (text, label, _) in enumerate(rows)], columns)
     env = {**os.environ, "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}", "ENCODER": str(tiny_encoder)}
     flags = ("--num_classes", "8", "--swaps", "5", "--batch_size=64", "--epochs", "2")
-    done = subprocess.run(["bash", "run_all.sh", path, *flags], cwd=folder, capture_output=True, text=True, timeout=280,
+    done = subprocess.run(["bash", "run_all.sh", path, *flags], cwd=folder, capture_output=True, text=True, timeout=PATIENCE,
                           env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder, folder / "out/my_table_s0", rows, done.stdout
@@ -431,7 +431,7 @@ def test_a_benchmark_run_gets_names_too(tiny_run, tmp_path):
 def test_a_real_corpus_as_a_table(real_raw, tmp_path):
     """BANKING77-LT, gamma 10, as a CSV with most labels blanked: K within 20 %, and names that say what is in a cluster.
 
-    Pre-training is shortened to 6 epochs here. README has the figures of full runs.
+    Both stages are shortened here, to 3 epochs and 1. README has the figures of full runs.
     """
     texts, labels, names, counts, num_known, labelled = make_split(raw_corpus("banking", real_raw, "")[0], 10, 0, 0.75, 0.1)
     truth = labels["train"]
@@ -440,8 +440,8 @@ def test_a_real_corpus_as_a_table(real_raw, tmp_path):
     flags = ("--dataset", path, "--data_dir", tmp_path / "data")
     script("make_lt_data.py", *flags)
     flags += ("--out_dir", tmp_path / "out")
-    script("pretrain.py", *flags, "--encoder", "minilm", "--epochs", 6)
-    script("train_imbanid.py", *flags, "--epochs", 2)
+    script("pretrain.py", *flags, "--encoder", "minilm", "--epochs", 3)
+    script("train_imbanid.py", *flags, "--epochs", 1)
     run = tmp_path / "out/bank_s0"
     script("predict.py", run, "--data_dir", tmp_path / "data")
     K = json.loads((run / "results.json").read_text())["num_classes"]

@@ -6,13 +6,13 @@ import subprocess
 import sys
 
 import pytest
-from conftest import REPO, script
+from conftest import PATIENCE, REPO, script
 
 from figures import ablation_table, methods_table, results_table, settings_table, speed_table, transport_tables
 
 
 def run_all(*words, **env):
-    return subprocess.run(["bash", "run_all.sh", *words], cwd=REPO, capture_output=True, text=True, timeout=280, env={
+    return subprocess.run(["bash", "run_all.sh", *words], cwd=REPO, capture_output=True, text=True, timeout=PATIENCE, env={
         **os.environ, "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}", **env})
 
 

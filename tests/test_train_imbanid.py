@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import REPO, TINY_PRETRAIN, TINY_TRAIN, Started, one_line_error, ranks, read_tsv, script
+from conftest import PATIENCE, REPO, TINY_PRETRAIN, TINY_TRAIN, Started, one_line_error, ranks, read_tsv, script
 
 import pretrain
 import train_imbanid
@@ -345,7 +345,7 @@ def test_two_nodes(tiny_run):
                "--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}", str(REPO / "train_imbanid.py"),
                *map(str, (*task, *TINY_TRAIN)), "--epochs", "1", "--tag", "nodes"]
     nodes = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    said = [node.communicate(timeout=180) for node in nodes]
+    said = [node.communicate(timeout=PATIENCE) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], said
     assert json.loads((folder / "out/demo_g4_s0_nodes/results.json").read_text())["processes"] == 2
 
@@ -514,12 +514,12 @@ def test_ctrl_c_and_sigterm_say_how_to_go_on(tiny_run):
         flags = (*task, *TINY_TRAIN, "--epochs", 3000, "--tag", tag)
         process = started_until(tiny_run[1] / f"out/demo_g4_s0_{tag}/last.pt", Started([REPO / "train_imbanid.py", *flags]))
         process.send_signal(sent)
-        one_line_error(process.finish(60), "the same command goes on")
+        one_line_error(process.finish(), "the same command goes on")
 
 
 def started_until(saved, process):
     """The process, once it has written the file `saved` and while it still runs."""
-    late = time.time() + 200
+    late = time.time() + PATIENCE
     while not saved.exists():
         if process.poll() is not None or time.time() > late:
             process.kill()
@@ -550,7 +550,7 @@ def test_a_killed_rank_ends_the_job_or_restarts_it(tiny_run, tiny_encoder, tmp_p
     rank = f"RANK={1 if restarts else 0}"  # 0 is the one that speaks for all
     environ = {pid: Path(f"/proc/{pid}/environ").read_text().split("\0") for pid in children(process.pid)}
     os.kill(next(pid for pid in environ if rank in environ[pid]), signal.SIGKILL)
-    said, errors = process.communicate(timeout=120)
+    said, errors = process.communicate(timeout=PATIENCE)
     if restarts:
         assert process.returncode == 0 and "resuming" in said and finished.exists(), errors
     else:
