@@ -239,12 +239,13 @@ class _SemiDual:
         w, chunks = self.near(g)
         shared = torch.zeros(len(g), len(g), dtype=torch.float64, device=g.device)  # Q^T S
         for alpha, S, _ in chunks:
-            S = S.float().mul_((alpha.sqrt() / (S @ w)).float()[:, None])
-            shared += S.T @ S
+            scaled = S.float().mul_(w.float()).mul_((alpha.sqrt() / (S @ w)).float()[:, None])
+            torch.threshold_(scaled, 1e-18, 0.0)  # products below 1e-38 are denormal, and processors take tenfold for them
+            shared += scaled.T @ scaled
         # diag(q) - Q^T S is the Laplacian of the weights off the diagonal of Q^T S, since the rows of S sum to 1. Written
         # so, nothing cancels where rows are nearly one-hot, and float32 products give each entry to seven digits. They are
         # not symmetric to the last one, and unless that is mended it is not positive along columns that no row comes near.
-        found = self.reduce((shared + shared.T) * torch.outer(w, w / 2)).fill_diagonal_(0).neg_()
+        found = self.reduce((shared + shared.T) / 2).fill_diagonal_(0).neg_()
         found.diagonal().sub_(found.sum(1))
         found /= self.lambda1
         if self.penalty == "kl":
