@@ -274,25 +274,24 @@ def _newton(problem, g, tol, max_iter, rungs):
     target, before, n_iter = problem.lambda1, None, 0
     for rung in range(rungs, -1, -1):
         problem.lambda1 = target * 4.0 ** rung
-        if rung == rungs:
-            for _ in range(6):
-                _, q, beta = problem.value_and_sums(g)
-                if (q - beta).abs().sum() < 0.1:
-                    break
-                g = _sweep(problem, g, q, beta)
         g, before = (g if before is None else g + (g - before) / 4), (None if rung == rungs else g)
-        g, steps, residual = _newton_at(problem, g, tol if rung == 0 else 0.01, max_iter - n_iter)
+        value, q, beta = problem.value_and_sums(g)
+        for _ in range(6 if rung == rungs else 0):
+            if (q - beta).abs().sum() < 0.1:
+                break
+            g = _sweep(problem, g, q, beta)
+            value, q, beta = problem.value_and_sums(g)
+        g, steps, residual = _newton_at(problem, g, value, q, beta, tol if rung == 0 else 0.01, max_iter - n_iter)
         n_iter += steps
     problem.lambda1 = target
     return g, n_iter, residual
 
 
-def _newton_at(problem, g, tol, max_iter):
-    """At most max_iter Newton steps at one lambda1. Returns (g, steps, residual).
+def _newton_at(problem, g, value, q, beta, tol, max_iter):
+    """At most max_iter Newton steps at one lambda1, from g and the dual's value and sums there. Returns (g, steps, residual).
 
     The Hessian is most of the work, so one whose step has brought the residual down thirtyfold serves again.
     """
-    value, q, beta = problem.value_and_sums(g)
     before = 0.0
     slack = 1e-12 * (float(value.abs()) + problem.lambda1) + 1e-14 * problem.lambda2  # the digits that the value has
     for n_iter in range(max_iter + 1):
