@@ -209,14 +209,15 @@ class _SemiDual:
         if self.penalty == "kl":
             score = self.prior.log() - g / self.lambda2
             return score.softmax(0), -self.lambda2 * score.logsumexp(0)
-        # Appendix A: beta_j = lambda2 prior_j / (g_j - h), h the root of sum beta = 1. From the right end of its bracket
-        # the sum is convex and increasing in h, so Newton's steps decrease to the root without ever passing it.
+        # Appendix A: beta_j = lambda2 prior_j / (g_j - h), h the root of sum beta = 1. The sum's inverse is a harmonic mean,
+        # concave in h and nearly straight, so Newton's steps for it come from the right end to the root and never pass it.
         c = self.lambda2 * self.prior
         gap = g - g.min()  # g_j - h = gap_j + t, so that t > 0 keeps its digits
         t = c[gap.argmin()].clone()
         for _ in range(200):
             b = c / (gap + t)
-            step = (b.sum() - 1) / (b / (gap + t)).sum()
+            total = b.sum()
+            step = total * (total - 1) / (b / (gap + t)).sum()
             t += step
             if step <= 1e-16 * t:
                 break
