@@ -234,12 +234,12 @@ def main(args):
         print(f"\n{part}")
         bench = {"steps": bench_steps, "sinkhorn": bench_sinkhorn, "pot": bench_pot, "kmeans": bench_kmeans}.get(part)
         found[part] = bench(scores) if bench else bench_scaling()
-    if args.keep:
-        kept = REPO / "results/bench_rot.json"  # parts measured before stay
-        found = (json.loads(kept.read_text()) if kept.exists() else {}) | found
-        write_atomic(kept, json.dumps(found, indent=1) + "\n")
-        if "scaling" in found:
-            draw(found["scaling"], REPO / "tests/bench_rot.png")
+        if args.keep:  # after every part: the next one may be stopped
+            kept = REPO / "results/bench_rot.json"  # parts measured before stay
+            found = (json.loads(kept.read_text()) if kept.exists() else {}) | found
+            write_atomic(kept, json.dumps(found, indent=1) + "\n")
+            if part == "scaling":
+                draw(found["scaling"], REPO / "tests/bench_rot.png")
     print(json.dumps(found))
 
 
