@@ -140,11 +140,11 @@ def _survey(log_p, alpha, prior, penalty, lambda1, chunk_rows, reduce):
         top = part.amax(1, keepdim=True).double()
         faults[:2] += torch.stack([(top.isnan() | top.isposinf()).sum(), top.isneginf().sum()])
         gap = top - part
-        near, missing = gap.amin(0) < 50 * lambda1, torch.zeros(K, device=gap.device)
-        if gap.amax() == math.inf:
+        near, total, missing = gap.amin(0) < 50 * lambda1, gap.sum(0), torch.zeros(K, device=gap.device)
+        if not total.isfinite().all():
             missing = (gap == math.inf).sum(0)
-            gap.masked_fill_(gap == math.inf, 0.0)
-        sums[:3] += torch.stack([gap.sum(0), len(part) - missing, near])
+            total = gap.masked_fill_(gap == math.inf, 0.0).sum(0)
+        sums[:3] += torch.stack([total, len(part) - missing, near])
     sums[3, 0] = alpha.sum()
     faults, sums = reduce(torch.cat([faults, sums.flatten()])).split([3, 4 * K])
     total_gap, usable, near, (weight, *_) = sums.view(4, K)
@@ -213,13 +213,13 @@ class _SemiDual:
         # concave in h and nearly straight, so Newton's steps for it come from the right end to the root and never pass it.
         c = self.lambda2 * self.prior
         gap = g - g.min()  # g_j - h = gap_j + t, so that t > 0 keeps its digits
-        t = c[gap.argmin()].clone()
+        t = float(c[gap.argmin()])
         for _ in range(200):
             b = c / (gap + t)
-            total = b.sum()
-            step = total * (total - 1) / (b / (gap + t)).sum()
+            total = float(b.sum())
+            step = total * (total - 1) / float((b / (gap + t)).sum())
             t += step
-            if step <= 1e-16 * t:
+            if step <= 1e-10 * t:  # the next one is of the order of its square
                 break
         b = c / (gap + t)
         b = b / b.sum()
