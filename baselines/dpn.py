@@ -2,11 +2,12 @@
 
     python -m baselines.dpn --dataset clinc --gamma 10 --seed 0 --encoder minilm
 
-After pre-training with CE + MLM (pretrain.py), prototypes of the known classes (labelled means) and of K k-means clusters of
-all rows. Bipartite matching says which clusters are the known classes. Then (a) every row is drawn to the cluster prototypes
-near it, (b) the rows of the matched clusters to the known classes' prototypes, which follow the labelled means by a moving
-average, and (c) cross-entropy sees the labelled rows. k-means at the end. Authors' code: github.com/Lackel/DPN, the settings
-from its run.sh, init_parameter.py and data.py after the authors' corrections.
+The paper's five steps. Representation learning: CE + MLM (pretrain.py). Prototype learning: of the known classes (labelled
+means) and of K k-means clusters of all rows. Alignment and decoupling: bipartite matching says which clusters are the known
+classes. Semantic-aware prototypical learning: (a) every row is drawn to the cluster prototypes near it, (b) the rows of the
+matched clusters to the known classes' prototypes; (c) cross-entropy sees the labelled rows. EMA updating: (b)'s prototypes
+follow the labelled means by a moving average. k-means at the end. Authors' code: github.com/Lackel/DPN, the settings from its
+run.sh, init_parameter.py and data.py after the authors' corrections.
 """
 from dataclasses import dataclass
 

@@ -228,7 +228,7 @@ def draw(scaling, threads, path):
         axes[1, column].set_xlabel(f"{'rows N' if letter == 'N' else 'classes K'}   ({fixed})")
     axes[0, 0].set_ylabel("seconds")
     axes[1, 0].set_ylabel("MB above the input, at its peak")
-    fig.suptitle(f"relaxed_ot: Newton, cold start, float32 scores, no plan kept, {'1 thread' if threads == 1 else f'{threads} threads'}")
+    fig.suptitle(f"relaxed_ot: Newton, cold start, float32 scores, no plan kept, threads: {threads}")
     fig.savefig(path, dpi=120)
 
 
