@@ -280,7 +280,7 @@ def transport_tables(folder="results"):
 
     def ratios(part, dataset, *words):
         return [row["ratio"] for key, row in found[part].items()
-                if key.startswith(f"{dataset},") and all(word in key for word in words) and row["ratio"]]
+                if key.startswith(f"{dataset},") and all(word in key for word in words)]
 
     rows = []
     for dataset, steps in found["steps"].items():

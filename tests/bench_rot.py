@@ -6,7 +6,6 @@ Writes  the screen, and as its last line JSON; with --keep results/bench_rot.jso
     python tests/bench_rot.py                            everything, about half an hour
     python tests/bench_rot.py --parts steps --corpora clinc
 """
-import itertools
 import json
 import statistics
 import subprocess
@@ -122,25 +121,25 @@ def bench_sinkhorn(scores):
 
 
 def pot_to_accuracy(solve, exact, tol):
-    """The fewest iterations, in steps of a fifth, after which POT's column sums are within tol of the exact ones, or None."""
+    """The fewest iterations, in steps of a fifth, after which POT's column sums are within tol of the exact ones."""
     iterations = 4
-    while iterations <= 20_000:
-        if float((solve(iterations).sum(0) - exact).abs().sum()) <= tol:
-            return iterations
+    while float((solve(iterations).sum(0) - exact).abs().sum()) > tol:
         iterations = max(iterations + 1, int(iterations * 1.2))
-    return None
+    return iterations
 
 
 def pot_solvers(log_p):
-    """{(penalty, lambda2, name): plan after n iterations} for POT's solvers of the same problems, on torch tensors."""
+    """{(penalty, lambda2, name): plan after n iterations} for POT's solvers of the same problems, on torch tensors.
+
+    ot.unbalanced's sinkhorn_stabilized is left out: it takes longer everywhere, and at lambda2 7 does not get there at all.
+    """
     import ot
     a, b = (torch.full((n,), 1 / n, dtype=torch.float64) for n in log_p.shape)
     solvers = {("equality", 2.0, "ot.sinkhorn sinkhorn_log"): lambda n: ot.sinkhorn(
         a, b, -log_p, 0.05, method="sinkhorn_log", numItermax=n, stopThr=0, warn=False)}
-    for lambda2, method in itertools.product((0.1, 1.0, 2.0, 7.0), ("sinkhorn", "sinkhorn_stabilized")):
-        solvers["kl", lambda2, f"ot.unbalanced {method}"] = lambda n, lambda2=lambda2, method=method: (
-            ot.unbalanced.sinkhorn_unbalanced(a, b, -log_p, 0.05, (float("inf"), lambda2), method=method, numItermax=n,
-                                              stopThr=0))
+    for lambda2 in (0.1, 1.0, 2.0, 7.0):
+        solvers["kl", lambda2, "ot.unbalanced sinkhorn"] = lambda n, lambda2=lambda2: ot.unbalanced.sinkhorn_unbalanced(
+            a, b, -log_p, 0.05, (float("inf"), lambda2), method="sinkhorn", numItermax=n, stopThr=0)
     return solvers
 
 
@@ -157,10 +156,6 @@ def bench_pot(scores):
             assert error <= 1e-6, (name, error)
             key = f"{dataset}, {penalty}, lambda2 {lambda2:g}, {name}"
             iterations = pot_to_accuracy(solve, exact, 1e-6)
-            if iterations is None:
-                found[key] = {"newton_s": None, "pot_s": None, "ratio": None, "pot_iterations": None}
-                print(f"{key}: POT does not get there", flush=True)
-                continue
             newton, spent = side_by_side(lambda: relaxed_ot(log_p, tol=5e-7, **kwargs), lambda: solve(iterations))  # noqa: B023
             found[key] = {"newton_s": newton, "pot_s": spent, "ratio": spent / newton, "pot_iterations": iterations}
             print(f"{key}: Newton {1000 * newton:.0f} ms, POT {1000 * spent:.0f} ms, ratio {spent / newton:.1f} "
