@@ -271,8 +271,9 @@ def _newton(problem, g, tol, max_iter, rungs):
     """Damped Newton ascent on the dual. Returns (g, steps, residual).
 
     A small lambda1 makes the dual nearly piecewise linear, and from afar a Newton step then says little. So the problem is
-    solved at 4^rungs lambda1 first, loosely, and then at a quarter of it and so on, each time from where a straight line
-    through the last two solutions leads. Far away, six sweeps come before all: they fill columns that start almost empty.
+    solved at 4^rungs lambda1 first, loosely, and then at a quarter of it, four times as closely, and so on, each time from
+    where a straight line through the last two solutions leads (through loose ones it leads astray). Far away, six sweeps
+    come before all: they fill columns that start almost empty.
     """
     target, before, n_iter = problem.lambda1, None, 0
     for rung in range(rungs, -1, -1):
@@ -284,7 +285,8 @@ def _newton(problem, g, tol, max_iter, rungs):
                 break
             g = _sweep(problem, g, q, beta)
             value, q, beta = problem.value_and_sums(g)
-        g, steps, residual = _newton_at(problem, g, value, q, beta, tol if rung == 0 else 0.01, max_iter - n_iter)
+        close = tol if rung == 0 else 0.03 / 4 ** (rungs - rung)
+        g, steps, residual = _newton_at(problem, g, value, q, beta, close, max_iter - n_iter)
         n_iter += steps
     problem.lambda1 = target
     return g, n_iter, residual
