@@ -275,7 +275,7 @@ def _newton(problem, g, tol, max_iter, rungs):
 
     A small lambda1 makes the dual nearly piecewise linear, and from afar a Newton step then says little. So the problem is
     solved at 4^rungs lambda1 first, loosely, and then at a quarter of it, four times as closely, and so on, each time from
-    where a straight line through the last two solutions leads (through loose ones it leads astray). Far away, four sweeps
+    where a straight line through the last two solutions leads (through loose ones it leads astray). Far away, six sweeps
     come before all: they fill columns that start almost empty.
     """
     target, before, n_iter = problem.lambda1, None, 0
@@ -283,7 +283,7 @@ def _newton(problem, g, tol, max_iter, rungs):
         problem.lambda1 = target * 4.0 ** rung
         g, before = (g if before is None else g + (g - before) / 4), (None if rung == rungs else g)
         value, q, beta = problem.value_and_sums(g)
-        for _ in range(4 if rung == rungs else 0):
+        for _ in range(6 if rung == rungs else 0):
             if (q - beta).abs().sum() < 0.1:
                 break
             g = _sweep(problem, g, q, beta)
