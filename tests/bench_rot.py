@@ -3,7 +3,7 @@
 Reads   data/<run>/ and out/<run>/  of finished runs (bash run_all.sh clinc 10, and so on), for their real log P
 Writes  the screen, and as its last line JSON; with --keep results/bench_rot.json and tests/bench_rot.png
 
-    python tests/bench_rot.py                            everything, about half an hour
+    python tests/bench_rot.py                            everything, about a quarter of an hour on 2 cores
     python tests/bench_rot.py --parts steps --corpora clinc
 """
 import json

@@ -170,6 +170,14 @@ def test_extreme_weights_converge(penalty, lambda1, lambda2):
     assert r.converged and not said and r.plan.isfinite().all()
 
 
+def test_fixed_shares_are_reached_at_the_smallest_lambda1():
+    """A ladder whose rungs are all solved to 0.01 stays where it was on 3 of these 16."""
+    for seed in range(8):
+        for lambda1 in (1e-3, 1e-4):
+            r = relaxed_ot(scores(300, 12, seed=seed), lambda1, penalty="equality", return_plan=False)
+            assert r.converged and r.n_iter <= 60, (seed, lambda1, r)
+
+
 def test_scores_that_carry_a_gradient_are_taken_as_numbers(monkeypatch):
     log_p = scores(seed=8)
     for keep in (2**26, 0):
