@@ -534,14 +534,15 @@ def children(pid):
             (p / "stat").exists() and (p / "stat").read_text().rsplit(")", 1)[1].split()[1] == str(pid)]
 
 
-@pytest.mark.parametrize("stage, restarts", [("train_imbanid.py", 0), ("pretrain.py", 1)])
+@pytest.mark.parametrize("stage", ["train_imbanid.py", "pretrain.py"])
+@pytest.mark.parametrize("restarts", [0, 1])
 def test_a_killed_rank_ends_the_job_or_restarts_it(tiny_run, tiny_encoder, tmp_path, stage, restarts):
     task, folder = tiny_run
     if stage == "pretrain.py":
         flags, out = (*TINY_PRETRAIN, "--epochs", 15, "--encoder", tiny_encoder, "--out_dir", tmp_path), tmp_path / "demo_g4_s0"
         saved, finished = out / "pretrain_part.pt", out / "pretrain.pt"
     else:
-        flags, out = (*TINY_TRAIN, "--epochs", 15, "--tag", "rank"), folder / "out/demo_g4_s0_rank"
+        flags, out = (*TINY_TRAIN, "--epochs", 15, "--tag", f"rank{restarts}"), folder / f"out/demo_g4_s0_rank{restarts}"
         saved, finished = out / "last.pt", out / "results.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--max_restarts",
                str(restarts), str(REPO / stage), *map(str, (*task, *flags))]
