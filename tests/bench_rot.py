@@ -70,15 +70,18 @@ def seconds(call, repeats=5):
 
 
 def side_by_side(ours, other):
-    """Median wall times of two calls made in turn, since machines are noisy: other at most 15 times, and about 5 s in all."""
+    """Median wall times of two calls made in turn, since machines are noisy, and what other returned.
+
+    Other is called at most 15 times, and for about 5 s in all.
+    """
     ours()
     times = [[], []]
     while len(times[1]) < 15 and sum(times[1]) < 5:
         for call, spent in zip((ours, other), times):
             start = time.perf_counter()
-            call()
+            result = call()
             spent.append(time.perf_counter() - start)
-    return [statistics.median(spent) for spent in times]
+    return *map(statistics.median, times), result
 
 
 def bench_steps(scores):
@@ -110,9 +113,9 @@ def bench_sinkhorn(scores):
     found = {}
     for dataset, s in scores.items():
         for l2 in (2.0, 7.0):
-            newton, sinkhorn = side_by_side(lambda s=s, l2=l2: relaxed_ot(s["start"], 0.05, l2, tol=1e-6),
-                                            lambda s=s, l2=l2: relaxed_ot(s["start"], 0.05, l2, tol=1e-6, solver="sinkhorn"))
-            r = relaxed_ot(s["start"], 0.05, l2, tol=1e-6, solver="sinkhorn")
+            newton, sinkhorn, r = side_by_side(
+                lambda s=s, l2=l2: relaxed_ot(s["start"], 0.05, l2, tol=1e-6),
+                lambda s=s, l2=l2: relaxed_ot(s["start"], 0.05, l2, tol=1e-6, solver="sinkhorn"))
             found[f"{dataset}, lambda2 {l2:g}"] = {"newton_s": newton, "sinkhorn_s": sinkhorn, "ratio": sinkhorn / newton,
                                                    "sweeps": r.n_iter, "sinkhorn_converged": r.converged}
             print(f"{dataset:14} lambda2 {l2:g}: Newton {1000 * newton:.0f} ms, Sinkhorn {sinkhorn:.2f} s ({r.n_iter} sweeps, "
@@ -156,7 +159,7 @@ def bench_pot(scores):
             assert error <= 1e-6, (name, error)
             key = f"{dataset}, {penalty}, lambda2 {lambda2:g}, {name}"
             iterations = pot_to_accuracy(solve, exact, 1e-6)
-            newton, spent = side_by_side(lambda: relaxed_ot(log_p, tol=5e-7, **kwargs), lambda: solve(iterations))  # noqa: B023
+            newton, spent, _ = side_by_side(lambda: relaxed_ot(log_p, tol=5e-7, **kwargs), lambda: solve(iterations))  # noqa: B023
             found[key] = {"newton_s": newton, "pot_s": spent, "ratio": spent / newton, "pot_iterations": iterations}
             print(f"{key}: Newton {1000 * newton:.0f} ms, POT {1000 * spent:.0f} ms, ratio {spent / newton:.1f} "
                   f"({iterations} iterations)", flush=True)
