@@ -243,8 +243,10 @@ class _SemiDual:
         w, chunks = self.near(g)
         shared = torch.zeros(len(g), len(g), dtype=torch.float64, device=g.device)  # Q^T S, S = Q / alpha
         for alpha, E, _ in chunks:
-            scaled = E.float().mul_(w.float()).mul_((alpha.sqrt() / (E @ w)).float()[:, None])
-            torch.threshold_(scaled, 1e-18, 0.0)  # products below 1e-38 are denormal, and processors take tenfold for them
+            # Denormal numbers, below 1e-38, take processors tenfold: none may enter the scaling, nor leave the products.
+            scaled = torch.threshold_(E.float(), 1e-34, 0.0)
+            scaled.mul_(w.float()).mul_((alpha.sqrt() / (E @ w)).float()[:, None])
+            torch.threshold_(scaled, 1e-18, 0.0)
             shared += scaled.T @ scaled
         # diag(q) - Q^T S is the Laplacian of the weights off the diagonal of Q^T S, since the rows of S sum to 1. Written
         # so, nothing cancels where rows are nearly one-hot, and float32 products give each entry to seven digits. They are
