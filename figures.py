@@ -257,7 +257,7 @@ def settings_table(folder="results"):
     runs = [read_results(path) for path in sorted(Path(folder).glob("*_g*_s*.json"))]
     runs = [run for run in runs if run["method"] == "imbanid"]
     rows = []
-    for key in ("known_ratio", "omega", "lambda2", "num_classes"):
+    for key in ("known_ratio", "omega", "lambda2", "num_classes", "dtype"):
         for title, by_value in on_shared_seeds(varied(runs, key)):
             for value, found in by_value.items():
                 K = sorted({run["num_classes"] for run in found})
@@ -465,7 +465,8 @@ def varied(runs, key, same=None):
     for run in runs:
         config = {**run["config"], "tag": run.get("tag", ""), "encoder": run["encoder"], "method": run["method"]}
         config["lambda2"] = config.get("lambda2") or (2.0 if config["gamma"] > 1 else 7.0)  # what train_imbanid.py makes of 0
-        rest = {k: v for k, v in config.items() if (k in same if same else k not in (key, "seed", "tag", "pretrain", "dtype"))}
+        config["dtype"] = config.get("dtype") or config.get("pretrain", {}).get("dtype")  # of stage 3; older files lack it
+        rest = {k: v for k, v in config.items() if (k in same if same else k not in (key, "seed", "tag", "pretrain"))}
         title = CORPORA[run["dataset"]][0] + ("" if key == "gamma" else f", gamma {run['gamma']:g}")
         found.setdefault(json.dumps(rest, sort_keys=True), (title, {}))[1].setdefault(config.get(key), []).append(run)
     return [(title, dict(sorted(by_value.items()))) for title, by_value in found.values() if len(by_value) > 1]

@@ -254,6 +254,15 @@ def test_a_setting_is_tabled_on_the_seeds_that_all_its_values_have(tmp_path):
     assert found == [[*head, "0.1", "6", "1", "60.00"], [*head, "0.5", "6", "1", "70.00"]]
 
 
+def test_older_results_have_the_dtype_of_their_pretraining(tmp_path):
+    pre = {"pretrain": {"dtype": "bfloat16"}}
+    runs = [figures.read_results(make_run(tmp_path, seed, tag, **settings)) for seed, tag, settings in
+            ((0, "", pre), (1, "", {**pre, "dtype": "bfloat16"}), (0, "f", {**pre, "dtype": "float32"}))]
+    (_, by_value), = figures.varied(runs, "dtype")
+    assert {value: len(group) for value, group in by_value.items()} == {"bfloat16": 2, "float32": 1}
+    assert not figures.varied(runs, "num_classes")
+
+
 def test_methods_are_compared_on_the_seeds_they_share_and_on_all_that_imbanid_has(tmp_path):
     for seed, ours, kmeans in ((0, 80, 60), (1, 70, 64), (2, 75, 62)):
         results = figures.read_results(make_run(tmp_path, seed))
