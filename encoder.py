@@ -126,9 +126,9 @@ def load_masked_lm(name):
     return tokenizer, model
 
 
-def weights_sha256(module):
+def weights_sha256(tensors):
     digest = hashlib.sha256()
-    for p in module.parameters():
+    for p in tensors:
         digest.update(p.detach().cpu().contiguous().numpy())
     return digest.hexdigest()
 
@@ -168,7 +168,7 @@ class Encoder(nn.Module):
         for part in (self.last_layer.attention.output, self.last_layer.output):
             part.dropout = Dropout(part.dropout.p).train(part.training)
         model.base_model.encoder.layer = layers[:-1]
-        self.fingerprint = weights_sha256(model.base_model)  # of what a checkpoint does not hold but was trained on
+        self.fingerprint = weights_sha256(model.base_model.parameters())  # a checkpoint does not hold them
         for part in model.base_model.encoder.layer.modules():
             if isinstance(part, nn.Linear):
                 part.to(dtype)  # autocast would cast frozen weights anew for every chunk, a seventh of the trunk's time

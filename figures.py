@@ -79,7 +79,7 @@ def read_results(path):
     except FileNotFoundError:
         raise UserError(f"{path} is missing: train_imbanid.py has not finished that run") from None
     except ValueError:
-        raise UserError(f"{path} is damaged: run train_imbanid.py for it again with --restart") from None
+        raise UserError(f"{path} is damaged: delete it and run train_imbanid.py for it again") from None
 
 
 def usual_ratios(run):

@@ -45,7 +45,7 @@ def select_clean(label, confidence, beta, rho=0.7, tau_g=0.9, use_dr=True, use_q
     return clean
 
 
-def _log_prob(z, tau, gather):
+def contrast_log_prob(z, tau, gather=None):
     """Anchors (B, V, H) against all other views of the global batch (C, V, H).
 
     Returns log softmax of z_i . z_j / tau over j != i, (B*V, C*V), anchor i at row i and itself left out (-inf there).
@@ -56,10 +56,7 @@ def _log_prob(z, tau, gather):
         raise ValueError(f"tau must be positive, got {tau}")
     everyone = z if gather is None else gather(z)
     similarity = z.flatten(0, 1) @ everyone.flatten(0, 1).T / tau
-    i = torch.arange(len(similarity), device=z.device)
-    itself = torch.zeros_like(similarity, dtype=torch.bool)
-    itself[i, i] = True  # own rows come first, so anchor i is column i
-    return similarity.masked_fill(itself, float("-inf")).log_softmax(1)
+    return similarity.fill_diagonal_(float("-inf")).log_softmax(1)  # own rows come first, so anchor i is column i
 
 
 def class_wise_loss(z, label, confidence, clean, tau=0.07, adaptive_weight=True, gather=None):
@@ -73,7 +70,7 @@ def class_wise_loss(z, label, confidence, clean, tau=0.07, adaptive_weight=True,
     for name, value in (("label", label), ("confidence", confidence), ("clean", clean)):
         if value.shape != (B,):
             raise ValueError(f"{name} must have shape ({B},), got {tuple(value.shape)}")
-    log_prob = _log_prob(z, tau, gather)
+    log_prob = contrast_log_prob(z, tau, gather)
     other_label, other_q, other_clean = (x if gather is None else gather(x) for x in (label, confidence, clean))
     positive = (label[:, None] == other_label) & clean[:, None] & other_clean
     row = torch.arange(B, device=z.device)
@@ -93,7 +90,7 @@ def instance_wise_loss(z, tau=0.07, gather=None):
     B, V = z.shape[:2]
     if V < 2:
         raise ValueError(f"z must hold at least two views, got {V}")
-    log_prob = _log_prob(z, tau, gather)[:, :B * V].reshape(B, V, B, V)
+    log_prob = contrast_log_prob(z, tau, gather)[:, :B * V].reshape(B, V, B, V)
     row = torch.arange(B, device=z.device)
     own = log_prob[row, :, row]  # (B, V, V): each anchor against the views of its own row
     own = own.masked_fill(torch.eye(V, dtype=torch.bool, device=z.device), 0)

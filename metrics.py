@@ -18,8 +18,8 @@ from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score
 def match_clusters(truth, cluster):
     """The one-to-one map from clusters to classes with the most rows in agreement (Hungarian algorithm).
 
-    truth, cluster: non-negative int (N,). Returns int (max(K, clusters),): the class of each cluster, a number >= K
-    for a cluster that is left over.
+    truth, cluster: non-negative int (N,). Returns int, one entry for each number up to the largest in either: the class of
+    each cluster; that of a cluster left over has no rows, or is a number above all classes.
     """
     truth, cluster = np.asarray(truth), np.asarray(cluster)
     if truth.ndim != 1 or truth.shape != cluster.shape or len(truth) == 0:
@@ -59,12 +59,15 @@ def cluster_metrics(truth, cluster, num_known, class_counts):
     """
     truth, cluster = np.asarray(truth), np.asarray(cluster)
     right = match_clusters(truth, cluster)[cluster] == truth
+    K = len(class_counts)
+    if truth.max() >= K or not 0 <= num_known <= K:
+        raise ValueError(f"class_counts must have an entry for every class in truth (to {truth.max()}), and num_known be at "
+                         f"most their number: got {K} and {num_known}")
 
     def share(classes):
         rows = np.isin(truth, classes)
         return 100 * float(right[rows].mean()) if rows.any() else float("nan")
 
-    K = len(class_counts)
     return {"ACC": 100 * float(right.mean()),
             "NMI": 100 * float(normalized_mutual_info_score(truth, cluster)),
             "ARI": 100 * float(adjusted_rand_score(truth, cluster)),

@@ -167,7 +167,8 @@ def load_array(run, name):
     try:
         return np.load(run / f"{name}.npy")
     except (OSError, ValueError, EOFError):
-        raise UserError(f"{run}/{name}.npy is missing or damaged: run train_imbanid.py for it again with --restart") from None
+        raise UserError(f"{run}/{name}.npy is missing or damaged: delete {run}/results.json and run train_imbanid.py for it "
+                        "again") from None
 
 
 def csv_bytes(header, rows):

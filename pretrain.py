@@ -28,7 +28,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, normalize, softplus
 from tqdm import tqdm
 
-from encoder import Encoder, pick_dtype
+from encoder import Encoder, pick_dtype, weights_sha256
 from make_lt_data import LostProcessError, UserError, check_positive, first_process, open_run, run_script, write_atomic
 
 SEARCHED = 20_000  # unlabelled rows that the first centres and the number of classes are searched on
@@ -597,7 +597,8 @@ def main(args):
     found = load_checkpoint(done)
     if found and same_config(found["config"], config, done, args.restart):
         if first_process():
-            print(f"{done} is there already, made with the same settings (dev accuracy {found['dev_accuracy']:.2f}): skipped")
+            kept = f" (dev accuracy {found['dev_accuracy']:.2f})" if len(labels["dev"]) else ""
+            print(f"{done} is there already, made with the same settings{kept}: skipped")
         return
     on_all_processes(device, lambda *where: train(args, texts, labels, meta, config, dtype, out, *where))
 
@@ -677,6 +678,7 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
     seconds = time.time() - start
     for stale in out.glob("kmeans_*.npy"):  # of the features before; train_imbanid.py keeps them from one run to the next
         stale.unlink()
+    config["weights"] = weights_sha256(best["last_layer"].values())[:12]  # for what starts from it: settings do not tell
     save_checkpoint(done, **best, config=config, log=log, seconds=seconds, processes=world)  # each draws its own masks
     part.unlink(missing_ok=True)
     kept = (f"kept epoch {best['epoch']} with dev loss {best['dev_loss']:.4f} and accuracy {best['dev_accuracy']:.2f}"

@@ -10,7 +10,7 @@
     print(result.beta)                                                  # class shares, flatter than the classifier's
     assert result.converged and result.residual < 1e-6
 
-The problem (ImbaNID, ACL 2024, Eq. 6 and its Appendix A), over plans Q >= 0 (N, K) and class shares beta (K,):
+The problem (ImbaNID, ACL 2024, Eq. 5 and its Appendix A), over plans Q >= 0 (N, K) and class shares beta (K,):
 
     min  -<Q, log P> + lambda1 sum Q (log Q - 1) + lambda2 D(beta)    s.t.  Q 1 = alpha,  Q^T 1 = beta,  sum beta = 1
 
@@ -41,7 +41,7 @@ class RotResult(NamedTuple):
 @torch.no_grad()
 def relaxed_ot(log_p, lambda1=0.05, lambda2=2.0, *, row=None, prior=None, penalty="reverse_kl", solver="newton",
                tol=None, max_iter=None, sweeps=1, init=None, chunk_rows=None, reduce=None, return_plan=True):
-    """Solve the relaxed transport problem of the module docstring (the paper's Eq. 6).
+    """Solve the relaxed transport problem of the module docstring (the paper's Eq. 5).
 
     log_p: (N, K) log-probabilities or any scores, -inf allowed; float16 to float64, never written to; no gradient.
     lambda1: weight of the entropic term, > 0, in units of log_p. lambda2: weight of the penalty, > 0; ignored by equality.
@@ -79,7 +79,7 @@ def relaxed_ot(log_p, lambda1=0.05, lambda2=2.0, *, row=None, prior=None, penalt
     return RotResult(problem.plan(g) if return_plan else None, problem.beta(g)[0], g, n_iter, residual, residual <= tol)
 
 
-def moving_average_marginal(beta, log_p, mu=0.99, reduce=None):
+def moving_average_marginal(beta, log_p, mu=0.9, reduce=None):
     """MOT's class distribution (Sec. 4.3): mu * beta + (1 - mu) * v, v_j the share of rows whose largest log_p is j.
 
     beta: (K,) the last one, float64. log_p: (N, K), this process's rows. mu: between 0 and 1. Returns (K,) float64, the prior
@@ -347,7 +347,7 @@ def _newton_at(problem, g, value, q, beta, tol, max_iter):
 def _sweep(problem, g, q, beta):
     """g after scaling the columns of its plan, with sums q, towards beta.
 
-    A column that gains mass gets a larger g and by Eq. 21 a smaller beta, so an undamped update overshoots where lambda2 is
+    A column that gains mass gets a larger g and by Eq. 23 a smaller beta, so an undamped update overshoots where lambda2 is
     small against lambda1. The damping is that of the linearised joint update of g_j and beta_j; it leaves the fixed point.
     """
     response = {"equality": 0.0, "kl": 1.0, "reverse_kl": beta / problem.prior}[problem.penalty] / problem.lambda2

@@ -3,20 +3,21 @@
 Reads   data/<run>/            (make_lt_data.py; train_truth.npy only for the metrics printed at the end)
         out/<run>/pretrain.pt  (pretrain.py)
 Writes  out/<run>/  last.pt  pseudo_label.npy confidence.npy beta.npy train_feature.npy log.jsonl results.json
-        and of a benchmark, which has a test set, test_feature.npy test_pred.npy
-        kmeans_<K>_<dtype>.npy (the k-means rows of results.json, kept for other tags); with --tag TAG in out/<run>_TAG/
+        and of a benchmark, which has a test set, test_feature.npy test_pred.npy; with --tag TAG in out/<run>_TAG/
+        out/<run>/kmeans_<K>_<dtype>.npy, the k-means rows of a benchmark's results.json, which all tags share
 
     python train_imbanid.py --dataset clinc --gamma 10 --seed 0
     torchrun --nproc_per_node 4 train_imbanid.py --dataset clinc --gamma 10 --seed 0
     python train_imbanid.py --pseudo_label cot --tag cot          (an ablation of the paper's Table 3)
 
-One epoch: features of all rows -> log P of the cluster head -> relaxed_ot (Eq. 6) -> select_clean (Eq. 7-9) -> batches of
+One epoch: features of all rows -> log P of the cluster head -> relaxed_ot (Eq. 5) -> select_clean (Eq. 6-9) -> batches of
 CWCL (Eq. 10), IWCL (Eq. 11) and cross-entropy on the clean rows (Eq. 12). Test rows get the head's argmax.
 """
 import json
 import math
 import os
 import platform
+import re
 import resource
 import subprocess
 import sys
@@ -244,6 +245,13 @@ def read_finished(out, config, restart):
     return results
 
 
+def print_scores(results, rows):
+    """A table of results.json's rows, {title: row}; the score of a group without rows, NaN or null, is a dash."""
+    print(f"{'':28}" + "".join(f"{c.replace('per_class_mean', 'classes'):>9}" for c in results["test"]))
+    for title, row in rows.items():
+        print(f"{title:28}" + "".join("        -" if v is None or v != v else f"{v:9.2f}" for v in results[row].values()))
+
+
 def print_results(results, out):
     if "own" in results:
         print(f"\n{results['dataset']}: {results['num_rows']} rows, {results['num_known']} known classes and "
@@ -251,12 +259,8 @@ def print_results(results, out):
         return
     print(f"\n{results['dataset']}, gamma {results['gamma']:g}, seed {results['seed']}, encoder {results['encoder']}, "
           f"K {results['num_classes']}; test, percent")
-    columns = list(results["test"])
-    print(f"{'':28}" + "".join(f"{c.replace('per_class_mean', 'classes'):>9}" for c in columns))
-    rows = (("ImbaNID", "test"), ("ImbaNID, k-means on test (T)", "test_kmeans"), ("k-means, raw", "kmeans_raw"),
-            ("semi-sup. k-means, raw", "ss_kmeans_raw"), ("k-means, pre-trained", "kmeans_pretrained"))
-    for title, key in rows:
-        print(f"{title:28}" + "".join("        -" if v is None else f"{v:9.2f}" for v in results[key].values()))
+    print_scores(results, {"ImbaNID": "test", "ImbaNID, k-means on test (T)": "test_kmeans", "k-means, raw": "kmeans_raw",
+                           "semi-sup. k-means, raw": "ss_kmeans_raw", "k-means, pre-trained": "kmeans_pretrained"})
     ahead = results["test"]["ACC"]
     print(f"ImbaNID is {ahead - results['kmeans_raw']['ACC']:+.2f} ACC against k-means on raw features, "
           f"{ahead - results['kmeans_pretrained']['ACC']:+.2f} on pre-trained ones, "
@@ -308,7 +312,7 @@ def resolve_num_classes(args, z, label, meta, rank):
 def evaluate(args, z, head, pseudo_label, data, labels, meta, kmeans_file):
     """Metrics of the finished model: {row of results.json: scores}, and the test predictions (M,).
 
-    z: {"raw", "pretrained", "final"}: {"train", "test"} unit features. This is the one place that opens train_truth.npy.
+    z: {"raw", "pretrained", "final"}: {"train", "test"} unit features.
     """
     K, num_known = len(head), meta["num_known"]
     pred = (z["final"]["test"] @ normalize(head, dim=1).T).argmax(1).cpu().numpy()
@@ -318,11 +322,17 @@ def evaluate(args, z, head, pseudo_label, data, labels, meta, kmeans_file):
         write_atomic(kmeans_file, lambda f: np.save(f, found))
     clusters = dict(zip(("kmeans_raw", "ss_kmeans_raw", "kmeans_pretrained"), np.load(kmeans_file)), test=pred)
     clusters["test_kmeans"] = KMeans(K, n_init=10, random_state=args.seed).fit_predict(z["final"]["test"].cpu().numpy())
-    counts, truth = np.load(data / "class_counts.npy"), np.load(data / "train_truth.npy")
-    scores = {row: cluster_metrics(labels["test"], found, num_known, counts) for row, found in clusters.items()}
-    unlabelled = labels["train"] < 0
-    scores["train_unlabelled"] = cluster_metrics(truth[unlabelled], pseudo_label[unlabelled], num_known, counts)
-    return scores, pred
+    return score(clusters, pseudo_label, labels, data, num_known), pred
+
+
+def score(clusters, pseudo_label, labels, data, num_known):
+    """{row of results.json: cluster_metrics}: of clusters of the test rows, {row: int (M,)}, and of the pseudo-labels (N,).
+
+    This is the one place that opens train_truth.npy.
+    """
+    counts, truth, unlabelled = np.load(data / "class_counts.npy"), np.load(data / "train_truth.npy"), labels["train"] < 0
+    return {**{row: cluster_metrics(labels["test"], found, num_known, counts) for row, found in clusters.items()},
+            "train_unlabelled": cluster_metrics(truth[unlabelled], pseudo_label[unlabelled], num_known, counts)}
 
 
 def check_flags(args):
@@ -339,6 +349,8 @@ def check_flags(args):
     check_tag(args)
     if args.tag != "shared" and (Path(__file__).parent / "baselines" / f"{args.tag}.py").exists():
         raise UserError(f"--tag {args.tag}: out/<run>_{args.tag}/ belongs to the compared method: choose another")
+    if re.fullmatch(r"[kl][\d.]+(_l[\d.]+)?", args.tag):
+        raise UserError(f"--tag {args.tag}: out/<run>_{args.tag}/ belongs to runs with other ratios: choose another")
 
 
 def main(args):

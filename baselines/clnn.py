@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.functional import normalize
 
 from baselines.shared import Flags, Run, finish, kmeans, train
+from losses import contrast_log_prob
 from make_lt_data import check_positive, check_shares, check_zero_or_more, run_script
 
 # k per corpus: 50 and 500 are of the authors' scripts, 100 of the ImbaNID paper (Sec. 4.1), which compares with these. They
@@ -40,13 +41,9 @@ def neighbour_loss(z, positive, tau):
 
     positive: bool (B, B), which rows' views are positives of a row's views; a row is always one of its own.
     """
-    B = len(z)
-    flat = z.flatten(0, 1)
-    itself = torch.eye(2 * B, dtype=torch.bool, device=z.device)
-    log_prob = (flat @ flat.T / tau).masked_fill(itself, float("-inf")).log_softmax(1)
-    positive = positive | torch.eye(B, dtype=torch.bool, device=z.device)
-    positive = positive.repeat_interleave(2, 0).repeat_interleave(2, 1) & ~itself
-    return -(log_prob.masked_fill(~positive, 0).sum(1) / positive.sum(1)).mean()
+    positive = positive | torch.eye(len(z), dtype=torch.bool, device=z.device)
+    positive = positive.repeat_interleave(2, 0).repeat_interleave(2, 1).fill_diagonal_(False)
+    return -(contrast_log_prob(z, tau).masked_fill(~positive, 0).sum(1) / positive.sum(1)).mean()
 
 
 def nearest_rows(z, k):

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 
 from baselines.shared import Flags, Run, dense_features, dense_layer, finish, kmeans, pretrain_on_known, train
+from losses import contrast_log_prob
 from make_lt_data import check_positive, check_shares, run_script
 
 
@@ -43,10 +44,8 @@ def pass_labels_on(z, label, cluster):
 
 def assignment_loss(p, cluster, tau):
     """-log softmax of p_i . p_j / tau over j != i, mean over the pairs (i, j) that share a cluster. p: (B, H) unit length."""
-    itself = torch.eye(len(p), dtype=torch.bool, device=p.device)
-    log_prob = (p @ p.T / tau).masked_fill(itself, float("-inf")).log_softmax(1)
-    pair = (cluster[:, None] == cluster) & ~itself
-    return -log_prob[pair].sum() / pair.sum().clamp_min(1)
+    pair = (cluster[:, None] == cluster).fill_diagonal_(False)
+    return -contrast_log_prob(p[:, None], tau)[pair].sum() / pair.sum().clamp_min(1)
 
 
 def main(args):

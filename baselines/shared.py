@@ -7,7 +7,8 @@ A method is a script beside this file, run from the repository's folder:
 Reads   data/<run>/                  (make_lt_data.py)
         out/<run>/pretrain.pt        (pretrain.py) where the method pre-trains with CE + MLM; made if it is missing
 Writes  out/<run>_<method>/          last.pt  log.jsonl  results.json  pseudo_label.npy  confidence.npy  beta.npy
-                                     train_feature.npy  test_feature.npy  test_pred.npy, as train_imbanid.py does
+                                     train_feature.npy  test_feature.npy  test_pred.npy, as train_imbanid.py does, and
+                                     pretrain.pt where the method has a pre-training of its own
 
 All methods have the same encoder of which the last layer trains, the same splits, and K, the number of classes, given. A
 method ends with centres fitted on the training rows; a test row gets the nearest one (protocol C), and k-means on the test
@@ -33,7 +34,6 @@ import pretrain
 from encoder import Encoder, pick_dtype
 from losses import class_wise_loss, contrastive_objective, instance_wise_loss
 from make_lt_data import CORPORA, UserError, check_tag, open_run, write_atomic
-from metrics import cluster_metrics
 from pretrain import (
     check_weights,
     load_checkpoint,
@@ -44,7 +44,7 @@ from pretrain import (
     seed_epoch,
     trained_state,
 )
-from train_imbanid import read_finished, save_run
+from train_imbanid import print_scores, read_finished, save_run, score
 
 
 @dataclass
@@ -295,10 +295,8 @@ def train(run, stage, heads, batch_loss, *, epochs, batch_size, lr, rows=None, b
 def print_results(results, out):
     print(f"\n{results['method']}: {results['dataset']}, gamma {results['gamma']:g}, seed {results['seed']}, encoder "
           f"{results['encoder']}; test, percent")
-    print(f"{'':28}" + "".join(f"{c.replace('per_class_mean', 'classes'):>9}" for c in results["test"]))
-    for title, key in (("protocol C", "test"), ("protocol T", "test_kmeans"), ("k-means, raw", "kmeans_raw"),
-                       ("semi-sup. k-means, raw", "ss_kmeans_raw")):
-        print(f"{title:28}" + "".join("        -" if v is None else f"{v:9.2f}" for v in results[key].values()))
+    print_scores(results, {"protocol C": "test", "protocol T": "test_kmeans", "k-means, raw": "kmeans_raw",
+                           "semi-sup. k-means, raw": "ss_kmeans_raw"})
     print(f"{sum(results['seconds'].values()):.0f} seconds; everything is in {out}/")
 
 
@@ -306,7 +304,7 @@ def finish(run, fit, dense=None):
     """Assign all rows to centres fitted on the training features, score, write results.json and what belongs to it.
 
     fit: (N, H) unit features of the training rows -> centres (K, H). dense: the layer behind the encoder where the method
-    has one. confidence.npy holds the cosine to the own centre. This is the one place that opens train_truth.npy.
+    has one. confidence.npy holds the cosine to the own centre.
     """
     start = time.time()
     run.out.mkdir(parents=True, exist_ok=True)
@@ -315,16 +313,13 @@ def finish(run, fit, dense=None):
     run.seconds["cluster"], start = time.time() - start, time.time()
     found = {split: nearest(z[split], centre) for split in z}
     cosine = (normalize(z["train"], dim=1) * normalize(centre, dim=1)[found["train"]]).sum(1)
-    counts, truth, seed = np.load(run.data / "class_counts.npy"), np.load(run.data / "train_truth.npy"), run.args.seed
+    seed = run.args.seed
     clusters = {"test": found["test"], "test_kmeans": kmeans(z["test"], run.K, seed)[1],
                 "kmeans_raw": nearest(run.raw["test"], kmeans(run.raw["train"], run.K, seed, n_init=3)[0]),
                 "ss_kmeans_raw": nearest(run.raw["test"], pretrain.semi_supervised_kmeans(
                     run.raw["train"], run.label["train"], run.K, run.num_known, seed))}
-    scores = {row: cluster_metrics(run.labels["test"], ids.cpu().numpy(), run.num_known, counts)
-              for row, ids in clusters.items()}
-    unlabelled = run.labels["train"] < 0
     assigned = found["train"].cpu().numpy()
-    scores["train_unlabelled"] = cluster_metrics(truth[unlabelled], assigned[unlabelled], run.num_known, counts)
+    scores = score({row: ids.cpu().numpy() for row, ids in clusters.items()}, assigned, run.labels, run.data, run.num_known)
     arrays = {"pseudo_label": assigned, "confidence": cosine.cpu().numpy(), "test_pred": found["test"].cpu().numpy(),
               "beta": np.bincount(assigned, minlength=run.K) / len(assigned),
               "train_feature": z["train"].half().cpu().numpy(), "test_feature": z["test"].cpu().numpy()}

@@ -57,3 +57,9 @@ def test_a_group_without_rows_is_nan_not_zero():
 def test_bad_arguments(truth, cluster):
     with pytest.raises(ValueError):
         match_clusters(np.array(truth, dtype=int), np.array(cluster, dtype=int))
+
+
+@pytest.mark.parametrize("num_known,class_counts", [(2, [5, 3]), (4, [5, 3, 1]), (-1, [5, 3, 1])])
+def test_every_class_needs_its_count(num_known, class_counts):
+    with pytest.raises(ValueError, match="class_counts"):
+        cluster_metrics(np.array([0, 1, 2]), np.array([0, 1, 1]), num_known, class_counts)

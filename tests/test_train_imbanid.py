@@ -481,6 +481,18 @@ def test_skip_refuse_and_restart(tiny_run, capsys):
     one_line_error(script("train_imbanid.py", *task, *TINY_TRAIN, "--tag", "again", "--omega", 0.3, ok=False), "omega", "--tag")
     one_line_error(script("train_imbanid.py", *task, *TINY_TRAIN, "--tag", "again", "--dtype", "bfloat16", ok=False), "dtype")
     assert train(task, "--tag", "again", "--omega", 0.3, "--restart")[0]["config"]["omega"] == 0.3
+    one_line_error(script("train_imbanid.py", *task, *TINY_TRAIN, "--tag", "k50", ok=False), "--tag k50", "other ratios")
+
+
+def test_a_pre_training_made_anew_is_not_taken_for_the_one_before(tiny_run, tmp_path):
+    task, folder = tiny_run
+    shutil.copytree(folder / "out/demo_g4_s0", tmp_path / "moved/out/demo_g4_s0")
+    task = (*task[:-1], tmp_path / "moved/out")
+    assert train(task)[0]["config"]["pretrain"]["weights"]
+    path = tmp_path / "moved/out/demo_g4_s0/pretrain.pt"
+    pre = pretrain.load_checkpoint(path)
+    pretrain.save_checkpoint(path, **{**pre, "config": {**pre["config"], "weights": "0" * 12}})  # another machine made it
+    one_line_error(script("train_imbanid.py", *task, *TINY_TRAIN, ok=False), "pretrain's weights", "--restart")
 
 
 def test_a_run_killed_at_five_random_moments_ends_the_same(tiny_run):
@@ -630,7 +642,7 @@ def test_an_encoder_whose_weights_were_exchanged(tiny_run, tiny_encoder, tmp_pat
     straight = torch.nn.Linear(3, 2, bias=False)
     turned = torch.nn.Linear(3, 2, bias=False)
     turned.weight.data = straight.weight.detach().t().contiguous().t()  # as some .bin files hold them
-    assert not turned.weight.is_contiguous() and weights_sha256(turned) == weights_sha256(straight)
+    assert not turned.weight.is_contiguous() and weights_sha256([turned.weight]) == weights_sha256([straight.weight])
 
 
 def test_frozen_weights_in_bfloat16_give_what_autocast_makes_of_them(tiny_encoder):
