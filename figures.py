@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 from scipy.stats import ttest_rel
 
-from make_lt_data import CORPORA, TASK, UserError, run_name, run_script, write_atomic
+from make_lt_data import CORPORA, TASK, UserError, open_table, records, run_name, run_script, write_atomic
 
 # The paper's Table 2, ImbaNID's row: {(dataset, gamma): (NMI, ARI, ACC)}.
 PAPER = {("clinc", 1): (97.26, 91.78, 95.64), ("clinc", 3): (95.60, 85.36, 90.44),
@@ -349,6 +349,8 @@ def tsne(feature, rows):
     if len(rows) < 5:
         raise UserError("fewer than 5 rows make no map")
     chosen = np.sort(np.random.default_rng(0).permutation(len(rows))[:MAP_ROWS])
+    if np.ptp(feature[rows[chosen]], axis=0).max() == 0:
+        raise UserError("all rows have the same features, which make no map: another --encoder may know these texts")
     xy = TSNE(perplexity=min(30, (len(chosen) - 1) / 3), random_state=0).fit_transform(feature[rows[chosen]].astype(np.float32))
     return chosen, (xy - xy.min(0)) / np.ptp(xy, axis=0)
 
@@ -533,8 +535,8 @@ def report(run, pictures):
     folder = run["folder"]
     if not (folder / "clusters.csv").exists():
         raise UserError(f"run `python predict.py {folder}` first, which writes clusters.csv")
-    with open(folder / "clusters.csv", encoding="utf-8-sig", newline="") as f:
-        clusters = [{key: value[:300] for key, value in line.items()} for line in csv.DictReader(f, restval="")]
+    with open_table(folder / "clusters.csv") as f:  # as somebody's spreadsheet may have left it
+        clusters = [{key: value[:300] for key, value in line.items()} for line in records(f, folder / "clusters.csv")]
     train_row, place = np.load(folder / "train_row.npy"), {line["id"]: i for i, line in enumerate(clusters)}
     rows = np.flatnonzero(train_row >= 0)
     chosen, xy = tsne(np.load(folder / "train_feature.npy", mmap_mode="r"), train_row[rows])

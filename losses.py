@@ -25,8 +25,13 @@ def select_clean(label, confidence, beta, rho=0.7, tau_g=0.9, use_dr=True, use_q
     small loss that DR sorts by. beta: (K,) class distribution, r_j of the paper. labelled: bool (N,) rows whose label is
     true, always clean. DR keeps, in class j, the min(|s_j|, ceil(N rho beta_j)) rows of largest confidence (ties: first
     row); QR keeps the rows with confidence > tau_g. Without both, every row is clean (the paper's "w/o DR and QR").
+    Raises ValueError for other shapes, labels outside of 0..K-1, NaN and negative numbers.
     """
     N = len(label)
+    if confidence.shape != (N,) or not (confidence >= 0).all():
+        raise ValueError(f"confidence must have shape ({N},) and hold no NaN, nor anything below 0")
+    if beta.ndim != 1 or not (beta >= 0).all() or N and not 0 <= label.min() <= label.max() < len(beta):
+        raise ValueError(f"beta must have shape (K,) with every label in 0..K-1, and hold no NaN, got {tuple(beta.shape)}")
     if not use_dr and not use_qr:
         return torch.ones(N, dtype=torch.bool, device=label.device)
     clean = torch.zeros(N, dtype=torch.bool, device=label.device)
@@ -52,7 +57,7 @@ def contrast_log_prob(z, tau, gather=None):
     """
     if z.ndim != 3:
         raise ValueError(f"z must have shape (B, V, H), got {tuple(z.shape)}")
-    if tau <= 0:
+    if not tau > 0:
         raise ValueError(f"tau must be positive, got {tau}")
     everyone = z if gather is None else gather(z)
     similarity = z.flatten(0, 1) @ everyone.flatten(0, 1).T / tau

@@ -368,12 +368,18 @@ def records(file, path):
 
     path: its name, whose ending tells .csv, .tsv, .jsonl and .json; anything else holds one text a line.
     """
-    kind, number, reader = Path(path).suffix.lower(), 0, None
+    kind, number, reader, above, said = Path(path).suffix.lower(), 0, None, 0, None
+
+    def checked():
+        for line in itertools.chain([first], file):
+            if "\0" in line:
+                raise UserError(f"{path} holds a NUL byte: it is not a text file (or not UTF-8)")
+            yield line
+
     try:
-        first = file.readline()
-        if "\0" in first:
-            raise UserError(f"{path} holds a NUL byte: it is not a text file (or not UTF-8)")
-        lines = itertools.chain([first], file)
+        first, lines = file.readline(), checked()
+        while kind in TABLES and first and (not first.strip() or (said := re.fullmatch(r'"?sep=(.)"?\s*', first))):
+            first, above = file.readline(), above + 1  # sep=; is how Excel says what delimits
         if kind in (".json", ".jsonl"):
             whole = first.lstrip().startswith("[")
             for number, row in enumerate(json.loads("".join(lines)) if whole else filter(str.strip, lines), 1):  # noqa: B007
@@ -381,7 +387,7 @@ def records(file, path):
                 yield {clean(key): "" if value is None or value != value else clean(str(value)) for key, value in row.items()}
         elif kind in TABLES:
             # A header of one name: no delimiter, so that commas in unquoted texts do no harm (none holds a unit separator).
-            delimiter = "\t" if kind == ".tsv" else max(",;\t|", key=first.count)
+            delimiter = said[1] if said else "\t" if kind == ".tsv" and "\t" in first else max(",;\t|", key=first.count)
             reader = csv.reader(lines, delimiter=delimiter if delimiter in first else "\x1f", strict=True)
             columns = [clean(name).strip() for name in next(reader, [])]
             twice = next((name for name in columns if columns.count(name) > 1), None)
@@ -392,17 +398,18 @@ def records(file, path):
                 if not row:
                     continue
                 if len(row) != len(columns):
-                    raise UserError(f"{path}, line {reader.line_num}: {len(row)} cell(s), the header has {len(columns)}: a "
-                                    "text that holds the delimiter or a quote must stand in quotes")
+                    raise UserError(f"{path}, line {above + reader.line_num}: {len(row)} cell(s), the header has "
+                                    f"{len(columns)}: a text that holds the delimiter or a quote must stand in quotes")
                 yield dict(zip(columns, map(clean, row)))
         else:
             yield from ({"text": line.rstrip("\r\n")} for line in lines if line)
     except UnicodeDecodeError:
         raise UserError(f"{path}: not valid UTF-8; convert the file to UTF-8 first") from None
     except csv.Error as err:
-        raise UserError(f"{path}, line {reader.line_num}: broken quoting ({err})") from None
+        raise UserError(f"{path}, line {above + reader.line_num}: broken quoting ({err})") from None
     except (ValueError, AttributeError, RecursionError) as err:
-        raise UserError(f"{path}, row {number}: not a JSON object such as {{\"text\": ..., \"label\": ...}} ({err})") from None
+        raise UserError(f"{path}, row {number}: not a JSON object such as {{\"text\": ..., \"label\": ...}}; one a line, or a "
+                        f"list [...] of them ({err})") from None
 
 
 def pick_column(path, columns, flag, wanted, usual, fallback):

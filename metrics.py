@@ -37,7 +37,7 @@ def size_groups(class_counts, num_known):
 
     class_counts: int (K,) training rows a class, known classes first. Returns {"head": ids, "medium": ids, "tail": ids}.
     """
-    class_counts = np.asarray(class_counts)
+    class_counts = np.asarray(class_counts, dtype=np.int64)  # of an unsigned type, -0 would be above -1
     groups = {"head": [], "medium": [], "tail": []}
     for ids in (np.arange(num_known), np.arange(num_known, len(class_counts))):
         ids = ids[np.argsort(-class_counts[ids], kind="stable")]

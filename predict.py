@@ -330,7 +330,7 @@ def main(words):
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", help="a folder that train_imbanid.py wrote, such as out/my_utterances_s0")
     parser.add_argument("input", nargs="?", help="new texts: .csv, .tsv, .jsonl; another file or - (stdin) holds one a line")
-    parser.add_argument("-o", "--output", default="-", help="where the labelled table goes (default: -, the screen)")
+    parser.add_argument("-o", "--output", default="-", help="where the labelled table (CSV) goes (default: -, the screen)")
     parser.add_argument("--text_column", default="", help="column of the new texts (default: guessed)")
     parser.add_argument("--name_command", default="", help="program that reads a new cluster's keywords and typical texts and "
                         "prints a name; nothing leaves the machine without it")
@@ -340,6 +340,8 @@ def main(words):
     parser.add_argument("--dtype", default="auto", help="float32, bfloat16, or auto: bfloat16 where it is native (default)")
     parser.error = lambda message: (_ for _ in ()).throw(UserError(f"{message}; --help lists the flags"))
     args = parser.parse_args(words)
+    if Path(args.output).suffix.lower() in (".tsv", ".json", ".jsonl"):
+        raise UserError(f"--output {args.output}: what is written is CSV: choose a name that ends in .csv")
     if args.batch_size < 1:
         raise UserError(f"--batch_size {args.batch_size} must be 1 or more")
     if args.input is None and (args.output != "-" or args.text_column):

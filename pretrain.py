@@ -94,7 +94,13 @@ def load_checkpoint(path):
 
 
 def save_checkpoint(path, **state):
-    write_atomic(path, lambda f: torch.save(state, f))
+    def write(file):
+        try:
+            torch.save(state, file)
+        except RuntimeError as err:  # its zip writer hides a full disk behind one of its own
+            raise err.__context__ if isinstance(err.__context__, OSError) else err from None
+
+    write_atomic(path, write)
 
 
 def open_pretrained(path, data):
@@ -610,11 +616,12 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
     torch.manual_seed(args.seed)  # minilm comes without a language-model head: it is drawn
     encoder = Encoder(args.encoder, args.max_length, device, dtype, not args.no_cache, args.cache_gb, out)
     tokens = {split: encoder.tokenize(texts[split]) for split in ("train", "dev")}
-    long, unknown = tokens["train"].lengths >= encoder.max_length, tokens["train"].values == encoder.tokenizer.unk_token_id
+    unknown = tokens["train"].values == encoder.tokenizer.unk_token_id
+    long, unknown = tokens["train"].lengths >= encoder.max_length, unknown[unknown | ~encoder.special(tokens["train"])].float()
     if long.any() and rank == 0:
         print(f"{int(long.sum())} text(s) of {encoder.max_length} tokens or more: read up to there (--max_length)")
-    if unknown.float().mean() > 0.05 and rank == 0:
-        print(f"{100 * float(unknown.float().mean()):.0f} % of the tokens are unknown to --encoder {args.encoder}: another one "
+    if unknown.mean() > 0.05 and rank == 0:
+        print(f"{100 * float(unknown.mean()):.0f} % of the tokens are unknown to --encoder {args.encoder}: another one "
               "may suit these texts better")
     encoder.limit_vocabulary(tokens["train"])
     tokens = {split: ids.take(torch.arange(len(ids), device=device)[rank::world]) for split, ids in tokens.items()}

@@ -34,6 +34,7 @@ fi
 cd "$(dirname "$0")"
 seeds=${SEEDS:-${SEED:-0}}
 nproc=${NPROC:-1}
+case "$nproc" in *[!0-9]* | 0*) echo "run_all.sh: NPROC=$nproc must be a number of processes, 1 or more" >&2 && exit 2 ;; esac
 if [ "$dataset" = demo ] || [ -n "$own" ]; then encoder=${ENCODER:-minilm}; else encoder=${ENCODER:-bert-base-uncased}; fi
 launch=(python)
 if [ "$nproc" != 1 ]; then launch=(torchrun --standalone --nproc_per_node "$nproc"); fi
@@ -62,15 +63,25 @@ while [ $# -gt 0 ]; do
     if [ $# -gt 0 ]; then shift; fi
 done
 
-stage=(train_imbanid.py)
+stage=(train_imbanid.py) module=train_imbanid
 if [ "$method" != imbanid ]; then
     if [ -n "$own" ] || [ ! -f "baselines/$method.py" ] || [ "$method" = shared ]; then
         echo "run_all.sh: --method $method: on a benchmark choose imbanid, $(cd baselines && ls *.py | grep -v shared | sed s/.py// | paste -sd , | sed 's/,/, /g')" >&2
         exit 2
     fi
     if [ "$nproc" != 1 ]; then echo "run_all.sh: the compared methods run on one process: leave NPROC out" >&2 && exit 2; fi
-    stage=(-m "baselines.$method" --encoder "$encoder")
+    stage=(-m "baselines.$method" --encoder "$encoder") module=baselines.$method
     tag=_$method$tag
+fi
+
+# A wrong flag is said now, and not after the pre-training.
+if [ ${#train[@]} -gt 0 ]; then
+    python -c '
+import importlib, sys
+from make_lt_data import parse_args, run_script
+stage = importlib.import_module(sys.argv[1])
+sys.argv[:2] = [sys.argv[1].split(".")[-1] + ".py"]
+run_script(lambda words: getattr(stage, "check_flags", id)(parse_args(stage.Args, words)))' "$module" "${train[@]}" >&2
 fi
 
 folders=()
@@ -82,11 +93,16 @@ for seed in $seeds; do
     if [ "$method" = imbanid ]; then "${launch[@]}" pretrain.py "${task[@]}" --encoder "$encoder" ${pre[@]+"${pre[@]}"}; fi  # a compared method runs it if it needs it
     # data/<run>/ and out/<run>/pretrain.pt -> out/<run>/results.json and what belongs to it
     "${launch[@]}" "${stage[@]}" "${task[@]}" ${train[@]+"${train[@]}"}
-    run=$(python -c "import sys, make_lt_data as m; print(m.run_name(sys.argv[1], float('$gamma'), $seed, float('${KNOWN_RATIO:-0.75}')))" "$dataset")
+    run=$(python -c 'import sys, make_lt_data as m; d, g, s, k = sys.argv[1:]; print(m.run_name(d, float(g), int(s), float(k)))' \
+        "$dataset" "$gamma" "$seed" "${KNOWN_RATIO:-0.75}")
     folders+=("out/$run$tag")
     if [ -n "$own" ]; then
         # out/<run>/ -> clusters.csv, assignments.csv, then the figures and report.html
-        python predict.py "out/$run$tag" ${name[@]+"${name[@]}"}
+        if [ ! -f "out/$run$tag/clusters.csv" ] || [ ${#name[@]} -gt 0 ]; then  # its names may have been edited
+            python predict.py "out/$run$tag" ${name[@]+"${name[@]}"}
+        else
+            echo "out/$run$tag/clusters.csv is there already: kept (delete it for a new one)"
+        fi
         python figures.py "out/$run$tag"
     fi
 done

@@ -305,7 +305,8 @@ def resolve_num_classes(args, z, label, meta, rank):
               estimate_num_classes(z["train"], label["train"], z["dev"], label["dev"], seeding(args, meta), args.seed))
         K.clamp_(max=most)
         print(f"estimated number of classes: {int(K)}" + (
-            f" (the benchmark has {meta['num_classes']})" if meta["num_classes"] else "; --num_classes sets it"))
+            f" (the benchmark has {meta['num_classes']})" if meta["num_classes"] else "; --num_classes sets it" if
+            meta["num_known"] >= 20 else ", a guess with so few known classes: --num_classes sets it"))
     return int(sum_over_ranks(K))
 
 

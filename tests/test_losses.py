@@ -100,6 +100,16 @@ def test_select_clean_worked_by_hand():
     assert select_clean(label, confidence, beta, 0.4, 0.9, use_qr=False, labelled=shown).tolist() == [0, 1, 1, 1, 1, 1, 0]
 
 
+@pytest.mark.parametrize("word,changed", [
+    ("confidence", {"confidence": torch.tensor([0.5, math.nan])}), ("confidence", {"confidence": torch.ones(3)}),
+    ("beta", {"beta": torch.tensor([0.5, math.nan])}), ("label", {"label": torch.tensor([0, 2])}),
+    ("label", {"label": torch.tensor([0, -1])})])
+def test_select_clean_refuses(word, changed):
+    given = {"label": torch.tensor([0, 1]), "confidence": torch.ones(2), "beta": torch.ones(2) / 2}
+    with pytest.raises(ValueError, match=word):
+        select_clean(**given | changed)
+
+
 def test_an_empty_class_selects_nothing_and_an_exact_quota_is_not_rounded_up():
     label = torch.tensor([0] * 10)
     clean = select_clean(label, torch.linspace(0, 1, 10), torch.tensor([0.3, 0.7]), rho=1.0, use_qr=False)

@@ -45,6 +45,7 @@ def test_head_medium_tail_within_known_and_within_novel():
     assert sorted(np.concatenate(list(groups.values()))) == list(range(13))
     big = size_groups(np.arange(150), 113)
     assert [len(big[g]) for g in ("head", "medium", "tail")] == [34 + 11, 45 + 15, 34 + 11]
+    assert size_groups(np.array([9, 7, 5, 0], dtype=np.uint8), 4)["head"].tolist() == [0]
     small = size_groups(np.arange(20), 15)
     assert [len(small[g]) for g in ("head", "medium", "tail")] == [6, 8, 6]  # what the paper's Table 3 can be a share of
 

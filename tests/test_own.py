@@ -63,6 +63,17 @@ def test_json_lines_json_and_unquoted_commas(tmp_path):
     assert read_table(tmp_path / "gap.csv", "", "")[0] == [cell for text in TEXTS for cell in (text, "")][:-1]
 
 
+def test_what_spreadsheets_put_around_a_table(tmp_path):
+    rows = [{"text": f"{text}, please", "label": "a"} for text in TEXTS]
+    for name, content in (("sep.csv", "sep=;\ntext;label\n" + "".join(f"{row['text']};a\n" for row in rows)),
+                          ("blank.csv", "\n \ntext,label\n" + "".join(f'"{row["text"]}",a\n' for row in rows)),
+                          ("commas.tsv", "text,label\n" + "".join(f'"{row["text"]}",a\n' for row in rows)),
+                          ("late.json", "\n\n" + json.dumps(rows, indent=1))):
+        (tmp_path / name).write_text(content)
+        assert read_table(tmp_path / name, "", "")[:2] == ([row["text"] for row in rows], ["a"] * len(rows)), name
+    assert read_table(tmp_path / "late.json", "", "")[2:] == ("text", "label")
+
+
 def test_odd_texts_survive(tmp_path):
     odd = ["смените пароль", "密码在哪里", "🙂🙃", "line one\nline two", 'say "hi", please', "x" * 200_000, "\u0130stanbul",
            "tab\there", "cr\rlf", "\ufeffmark", "a\u0000b"]
@@ -109,6 +120,9 @@ def test_bad_tables_end_in_one_line(tmp_path):
     check("column.csv", "text,label\n" + rows, "--text_column body", "text, label", flags=("--text_column", "body"))
     check("quote.csv", 'text,label\n"open the door,a\n' + rows, "quot")
     check("cells.csv", "text,label\n" + rows + "\nopen, or not,a\n", "line 14", "3 cell(s)")
+    check("above.csv", "\n\ntext,label\n" + rows + "\nopen, or not,a\n", "line 16", "3 cell(s)")
+    check("nul.csv", "text,label\n" + rows + "\nop\0en,a\n", "NUL")
+    check("dict.json", '{"data":\n [{"text": "a"}]}', "list [...]")
     check("image.csv", b"\x89PNG\r\n\x1a\n\x00\x00", "UTF-8")
     check("latin.csv", b"text,label\n" + "größe,a\n".encode("latin-1") * 12, "UTF-8")
     check("bad.jsonl", '{"text": "a"}\n{"text": \n', "JSON")
@@ -347,6 +361,7 @@ def test_new_tables_at_the_edge(own_run, tmp_path):
     rows = [{"body": "open the door"}] * 1500 + [{"body": "close it", "text": "x"}]  # a usual name that one row has
     (tmp_path / "late.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert "by column 'body'" in script("predict.py", run, tmp_path / "late.jsonl", "-o", tmp_path / "late.csv").stderr
+    one_line_error(script("predict.py", run, tmp_path / "cr.csv", "-o", tmp_path / "cr.tsv", ok=False), "--output", "CSV")
     (tmp_path / "dangling.csv").symlink_to(tmp_path / "gone/x.csv")
     one_line_error(script("predict.py", run, tmp_path / "cr.csv", "-o", tmp_path / "dangling.csv", ok=False), "--output")
 

@@ -24,6 +24,13 @@ def test_usage_and_bad_input():
     assert done.returncode == 2 and "SEED" in done.stderr
     done = run_all("demo", "10", "--method", "word2vec")
     assert done.returncode == 2 and "usnid" in done.stderr and "shared" not in done.stderr
+    done = run_all("demo", "10", "--omga", "0.3")  # before anything is trained
+    assert done.returncode == 2 and "train_imbanid.py: unrecognized arguments: --omga" in done.stderr and not done.stdout
+    done = run_all("demo", "10", "--method", "clnn", "--omega", "0.3")
+    assert done.returncode == 2 and done.stderr.startswith("clnn.py: unrecognized arguments: --omega")
+    for processes in ("abc", "0", "1.5"):
+        done = run_all("demo", "10", NPROC=processes)
+        assert done.returncode == 2 and f"NPROC={processes}" in done.stderr
     done = run_all("atis", "10")
     assert done.returncode == 2 and "atis" in done.stderr and "Traceback" not in done.stderr
 

@@ -712,6 +712,17 @@ def test_the_longest_text(tiny_encoder):
         Encoder(str(tiny_encoder), 2, torch.device("cpu"), torch.float32)
 
 
+def test_a_disk_that_fills_up_within_a_checkpoint_is_said_in_one_line(tmp_path):
+    """torch's zip writer turns a write that fails after the first megabytes into an error of its own."""
+    code = f"""import resource, sys; sys.path.insert(0, {str(REPO)!r})
+import torch, make_lt_data, pretrain
+resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, 2_000_000))
+make_lt_data.run_script(lambda _: pretrain.save_checkpoint({str(tmp_path / "x.pt")!r}, x=torch.ones(10 ** 6)))"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE)
+    one_line_error(done, "File too large")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_full_disk_is_said_in_one_line(tiny_run, tiny_encoder, tmp_path):
     """A file-size limit stands in for a full disk: the write fails in the middle of the checkpoint."""
     full = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (8192, 8192))
