@@ -27,7 +27,7 @@ class Args(Flags):
     batch_size: int = 128  # rows drawn, each in two views (TEXTOIR, and the paper)
     lr: float = 5e-5  # AdamW (TEXTOIR; its lack of bias correction is left out, with which k-means on dev is worse)
     sup_weight: float = 0.35  # lambda (paper, Sec. 4.1)
-    tau: float = 0.07  # of both losses (TEXTOIR)
+    tau: float = 0.07  # of both losses (TEXTOIR; the authors' script has 1.0 for L_u)
     replace_rate: float = 0.25  # tokens replaced in the second view; the frozen layers have no dropout, TEXTOIR's only view
     view_epochs: int = 2  # epochs that share the second view, since the trunk has to run for each
     projection: int = 256  # width of the projection (TEXTOIR: 768 -> 768 -> 256)
