@@ -2,10 +2,10 @@
 
     python -m baselines.latentem --dataset clinc --gamma 10 --seed 0 --encoder minilm
 
-After pre-training (with CE + MLM, as in their README's comparison with MTP, or with --ce_only as in their run.sh), the assignments of all rows
-are latent. E-step: k-means, and every labelled row passes its label on to the nearest unlabelled row of its cluster. M-step:
-contrast between the rows that share an assignment, which raises the likelihood of the assignments, and cross-entropy on the
-rows with a label, which keeps what is known of them. k-means at the end. Authors' code:
+After pre-training (with CE + MLM, as in their README's comparison with MTP, or with --ce_only as in their run.sh), the
+assignments of all rows are latent. E-step: k-means, and every labelled row passes its label on to the nearest unlabelled row
+of its cluster. M-step: contrast between the rows that share an assignment, which raises the likelihood of the assignments, and
+cross-entropy on the rows with a label, which keeps what is known of them. k-means at the end. Authors' code:
 github.com/zyh190507/Probabilistic-discovery-new-intents, from whose run.sh the settings are (there is none for StackOverflow).
 """
 from dataclasses import dataclass
