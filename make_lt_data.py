@@ -378,8 +378,8 @@ def records(file, path):
 
     try:
         first, lines = file.readline(), checked()
-        while kind in TABLES and first and (not first.strip() or (said := re.fullmatch(r'"?sep=(.)"?\s*', first))):
-            first, above = file.readline(), above + 1  # sep=; is how Excel says what delimits
+        while kind in TABLES and first and (odd := re.fullmatch(r'\s*|"?sep=(.)"?\s*', first)):
+            first, above, said = file.readline(), above + 1, odd[1] or said  # sep=; is how Excel says what delimits
         if kind in (".json", ".jsonl"):
             whole = first.lstrip().startswith("[")
             for number, row in enumerate(json.loads("".join(lines)) if whole else filter(str.strip, lines), 1):  # noqa: B007
@@ -387,7 +387,7 @@ def records(file, path):
                 yield {clean(key): "" if value is None or value != value else clean(str(value)) for key, value in row.items()}
         elif kind in TABLES:
             # A header of one name: no delimiter, so that commas in unquoted texts do no harm (none holds a unit separator).
-            delimiter = said[1] if said else "\t" if kind == ".tsv" and "\t" in first else max(",;\t|", key=first.count)
+            delimiter = said or ("\t" if kind == ".tsv" and "\t" in first else max(",;\t|", key=first.count))
             reader = csv.reader(lines, delimiter=delimiter if delimiter in first else "\x1f", strict=True)
             columns = [clean(name).strip() for name in next(reader, [])]
             twice = next((name for name in columns if columns.count(name) > 1), None)

@@ -66,6 +66,7 @@ def test_json_lines_json_and_unquoted_commas(tmp_path):
 def test_what_spreadsheets_put_around_a_table(tmp_path):
     rows = [{"text": f"{text}, please", "label": "a"} for text in TEXTS]
     for name, content in (("sep.csv", "sep=;\ntext;label\n" + "".join(f"{row['text']};a\n" for row in rows)),
+                          ("colon.csv", "sep=:\ntext:label\n" + "".join(f"{row['text']}:a\n" for row in rows)),
                           ("blank.csv", "\n \ntext,label\n" + "".join(f'"{row["text"]}",a\n' for row in rows)),
                           ("commas.tsv", "text,label\n" + "".join(f'"{row["text"]}",a\n' for row in rows)),
                           ("late.json", "\n\n" + json.dumps(rows, indent=1))):
