@@ -22,8 +22,8 @@ from transformers.utils import logging as transformers_logging
 from make_lt_data import UserError
 
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
-CHUNK = 256  # rows a forward pass takes at once, sorted by length: padding stays under a few percent
-BLOCK = 128  # tokens a pass is filled up to a multiple of, see fill
+CHUNK = 8192  # tokens that a forward pass takes at once, give or take a row
+BLOCK = 128  # tokens such a pass is filled up to a multiple of, see fill
 
 
 class Packed:
@@ -58,8 +58,10 @@ class Packed:
         return Packed(self.values[self.index(rows)], nn.functional.pad(self.lengths[rows].cumsum(0), (1, 0)))
 
     def by_length(self, rows):
-        """The positions 0..B-1 of rows (B,), shortest row first, in chunks of CHUNK."""
-        return torch.argsort(self.lengths[rows], stable=True).split(CHUNK)
+        """The positions 0..B-1 of rows (B,), shortest row first, in chunks of about CHUNK tokens; an empty one without rows."""
+        order = torch.argsort(self.lengths[rows], stable=True)
+        chunk = (self.lengths[rows[order]].cumsum(0) - 1) // CHUNK
+        return order.split(chunk.unique_consecutive(return_counts=True)[1].tolist() or [0])
 
 
 def by_row(values, lengths):
@@ -85,6 +87,21 @@ class Dropout(nn.Dropout):
             return super().forward(x)
         bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-2 ** 63, None).view(torch.int16)
         return x.masked_fill(bits[:x.numel()].view_as(x) < round(65536 * self.p) - 32768, 0) / (1 - self.p)
+
+
+def attend(q, k, v, dropout):
+    """softmax(q k^T / sqrt(d)) v for texts of one length, (b, heads, L, d) each. Returns (b, heads, L, d).
+
+    On a CPU torch has no kernel with dropout, and its softmax takes ten times as long over short rows as over long ones: here
+    the keys come first. In float32, since code would be generated for each new size of a bfloat16 product, as in `fill`.
+    """
+    if not dropout.training or q.device.type != "cpu":
+        return scaled_dot_product_attention(q, k, v, dropout_p=dropout.p if dropout.training else 0.0)
+    with torch.autocast("cpu", enabled=False):
+        queries, keys, values = (x.flatten(0, 1).float() for x in (q, k, v))
+        scores = torch.baddbmm(keys.new_zeros(()), keys, queries.transpose(1, 2), beta=0, alpha=q.shape[3] ** -0.5)
+        share = dropout(scores.transpose(0, 1).contiguous().softmax(0)).permute(1, 2, 0).contiguous()
+        return (share @ values).view_as(v).to(v.dtype)
 
 
 def minilm_folder():
@@ -165,7 +182,7 @@ class Encoder(nn.Module):
         self.dtype = dtype
         layers = model.base_model.encoder.layer
         self.last_layer = layers[-1].requires_grad_(True)
-        for part in (self.last_layer.attention.output, self.last_layer.output):
+        for part in (self.last_layer.attention.self, self.last_layer.attention.output, self.last_layer.output):
             part.dropout = Dropout(part.dropout.p).train(part.training)
         model.base_model.encoder.layer = layers[:-1]
         self.fingerprint = weights_sha256(model.base_model.parameters())  # a checkpoint does not hold them
@@ -229,7 +246,7 @@ class Encoder(nn.Module):
         """
         attention = layer.attention.self
         parts = [getattr(attention, name) for name in ("query", "key", "value")]
-        heads, dropout = attention.num_attention_heads, attention.dropout.p if layer.training else 0.0
+        heads = attention.num_attention_heads
         T, x = len(x), fill(x.to(self.dtype))
         with self.autocast():
             qkv = linear(x, torch.cat([m.weight for m in parts]), torch.cat([m.bias for m in parts]))
@@ -237,7 +254,7 @@ class Encoder(nn.Module):
             context = [qkv.new_empty(0, heads, size)]  # for a process that has no row in this batch
             for block, L in by_row(qkv[:T], lengths):
                 q, k, v = block.view(-1, L, 3, heads, size).permute(2, 0, 3, 1, 4)
-                context.append(scaled_dot_product_attention(q, k, v, dropout_p=dropout).transpose(1, 2).flatten(0, 1))
+                context.append(attend(q, k, v, attention.dropout).transpose(1, 2).flatten(0, 1))
             context = torch.cat(context).flatten(1)
             if kept is not None:
                 T, context, x = len(kept), context[kept], fill(x[kept])

@@ -20,7 +20,7 @@ from conftest import PATIENCE, REPO, TINY_PRETRAIN, TINY_TRAIN, Started, one_lin
 
 import pretrain
 import train_imbanid
-from encoder import Dropout, Encoder, weights_sha256
+from encoder import Dropout, Encoder, Packed, attend, weights_sha256
 from make_lt_data import UserError, parse_args
 from pretrain import (
     appendix_e,
@@ -90,6 +90,39 @@ def test_dropout_drops_its_share_and_keeps_the_mean(dtype):
     assert torch.equal(x.grad == 0, y == 0)
     assert part.eval()(x) is x
     assert torch.equal(Dropout(0.0)(x), x) and not Dropout(1.0)(x).any()
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
+@pytest.mark.parametrize("b, L", [(1, 2), (3, 7), (40, 20), (2, 33)])
+def test_attention_in_training_is_torchs_own(b, L, dtype, tolerance):
+    torch.manual_seed(0)
+    qkv = torch.randn(3, b, L, 4, 16).transpose(2, 3).to(dtype).requires_grad_()
+    ours, theirs = attend(*qkv, Dropout(0.0)), torch.nn.functional.scaled_dot_product_attention(*qkv.float())
+    assert ours.dtype == dtype and torch.allclose(ours.float(), theirs, atol=tolerance)
+    gradients = [torch.autograd.grad(y.float().square().sum(), qkv)[0].float() for y in (ours, theirs)]
+    assert torch.allclose(*gradients, atol=tolerance)
+
+
+def test_attention_drops_weights():
+    """With the unit vectors as values the output is the weights: those that stay are all larger by the same factor."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(50, 4, 16, 16), torch.randn(50, 4, 16, 16), torch.eye(16).expand(50, 4, 16, 16)
+    part = Dropout(0.25)
+    dropped, whole = attend(q, k, v, part), attend(q, k, v, part.eval())
+    assert abs(float((dropped == 0).float().mean()) - 0.25) < 0.01
+    assert torch.allclose(dropped[dropped > 0], whole[dropped > 0] / 0.75, rtol=1e-4)
+
+
+def test_rows_are_taken_in_chunks_of_so_many_tokens(monkeypatch):
+    monkeypatch.setattr("encoder.CHUNK", 100)
+    lengths = torch.tensor([30, 2, 90, 7, 120, 7, 64, 5, 33, 250])
+    packed = Packed(torch.zeros(int(lengths.sum())), torch.nn.functional.pad(lengths.cumsum(0), (1, 0)))
+    rows = torch.tensor([9, 4, 3, 1, 0, 2, 8, 7, 6])
+    chunks = packed.by_length(rows)
+    taken = lengths[rows[torch.cat(chunks)]]
+    assert sorted(torch.cat(chunks).tolist()) == list(range(9)) and torch.equal(taken, taken.sort()[0])
+    assert all(int(lengths[rows[part[1:]]].sum()) < 100 for part in chunks) and len(chunks) < len(rows)
+    assert [len(part) for part in packed.by_length(rows[:0])] == [0]
 
 
 def test_augmentations_leave_special_tokens_alone(encoder):
