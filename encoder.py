@@ -89,19 +89,20 @@ class Dropout(nn.Dropout):
         return x.masked_fill(bits[:x.numel()].view_as(x) < round(65536 * self.p) - 32768, 0) / (1 - self.p)
 
 
-def attend(q, k, v, dropout):
-    """softmax(q k^T / sqrt(d)) v for texts of one length, (b, heads, L, d) each. Returns (b, heads, L, d).
+def attend(qkv, dropout):
+    """softmax(q k^T / sqrt(d)) v for texts of one length. qkv: (3, b, heads, L, d). Returns (b, L, heads, d).
 
     On a CPU torch has no kernel with dropout, and its softmax takes ten times as long over short rows as over long ones: here
     the keys come first. In float32, since code would be generated for each new size of a bfloat16 product, as in `fill`.
     """
-    if not dropout.training or q.device.type != "cpu":
-        return scaled_dot_product_attention(q, k, v, dropout_p=dropout.p if dropout.training else 0.0)
+    if not dropout.training or qkv.device.type != "cpu":
+        return scaled_dot_product_attention(*qkv, dropout_p=dropout.p if dropout.training else 0.0).transpose(1, 2)
     with torch.autocast("cpu", enabled=False):
-        queries, keys, values = (x.flatten(0, 1).float() for x in (q, k, v))
-        scores = torch.baddbmm(keys.new_zeros(()), keys, queries.transpose(1, 2), beta=0, alpha=q.shape[3] ** -0.5)
+        q, k, v = qkv.to(torch.float32, memory_format=torch.contiguous_format).flatten(1, 2)
+        scores = torch.baddbmm(k.new_zeros(()), k, q.transpose(1, 2), beta=0, alpha=q.shape[2] ** -0.5)
         share = dropout(scores.transpose(0, 1).contiguous().softmax(0)).permute(1, 2, 0).contiguous()
-        return (share @ values).view_as(v).to(v.dtype)
+        mixed = (share @ v).view(qkv.shape[1:]).transpose(1, 2)
+        return mixed.to(qkv.dtype, memory_format=torch.contiguous_format)
 
 
 def minilm_folder():
@@ -249,12 +250,12 @@ class Encoder(nn.Module):
         heads = attention.num_attention_heads
         T, x = len(x), fill(x.to(self.dtype))
         with self.autocast():
-            qkv = linear(x, torch.cat([m.weight for m in parts]), torch.cat([m.bias for m in parts]))
-            size = qkv.shape[1] // heads // 3
-            context = [qkv.new_empty(0, heads, size)]  # for a process that has no row in this batch
-            for block, L in by_row(qkv[:T], lengths):
-                q, k, v = block.view(-1, L, 3, heads, size).permute(2, 0, 3, 1, 4)
-                context.append(attend(q, k, v, attention.dropout).transpose(1, 2).flatten(0, 1))
+            projected = linear(x, torch.cat([m.weight for m in parts]), torch.cat([m.bias for m in parts]))
+            size = projected.shape[1] // heads // 3
+            context = [projected.new_empty(0, heads, size)]  # for a process that has no row in this batch
+            for block, L in by_row(projected[:T], lengths):
+                qkv = block.view(-1, L, 3, heads, size).permute(2, 0, 3, 1, 4)
+                context.append(attend(qkv, attention.dropout).flatten(0, 1))
             context = torch.cat(context).flatten(1)
             if kept is not None:
                 T, context, x = len(kept), context[kept], fill(x[kept])

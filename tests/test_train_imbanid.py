@@ -97,7 +97,7 @@ def test_dropout_drops_its_share_and_keeps_the_mean(dtype):
 def test_attention_in_training_is_torchs_own(b, L, dtype, tolerance):
     torch.manual_seed(0)
     qkv = torch.randn(3, b, L, 4, 16).transpose(2, 3).to(dtype).requires_grad_()
-    ours, theirs = attend(*qkv, Dropout(0.0)), torch.nn.functional.scaled_dot_product_attention(*qkv.float())
+    ours, theirs = attend(qkv, Dropout(0.0)), torch.nn.functional.scaled_dot_product_attention(*qkv.float()).transpose(1, 2)
     assert ours.dtype == dtype and torch.allclose(ours.float(), theirs, atol=tolerance)
     gradients = [torch.autograd.grad(y.float().square().sum(), qkv)[0].float() for y in (ours, theirs)]
     assert torch.allclose(*gradients, atol=tolerance)
@@ -106,9 +106,9 @@ def test_attention_in_training_is_torchs_own(b, L, dtype, tolerance):
 def test_attention_drops_weights():
     """With the unit vectors as values the output is the weights: those that stay are all larger by the same factor."""
     torch.manual_seed(0)
-    q, k, v = torch.randn(50, 4, 16, 16), torch.randn(50, 4, 16, 16), torch.eye(16).expand(50, 4, 16, 16)
+    qkv = torch.stack([torch.randn(50, 4, 16, 16), torch.randn(50, 4, 16, 16), torch.eye(16).expand(50, 4, 16, 16)])
     part = Dropout(0.25)
-    dropped, whole = attend(q, k, v, part), attend(q, k, v, part.eval())
+    dropped, whole = attend(qkv, part), attend(qkv, part.eval())
     assert abs(float((dropped == 0).float().mean()) - 0.25) < 0.01
     assert torch.allclose(dropped[dropped > 0], whole[dropped > 0] / 0.75, rtol=1e-4)
 
