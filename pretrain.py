@@ -367,12 +367,15 @@ def splits_and_merges(z, label, dev_z, dev_label, K, args_of_seeding, seed):
     return torch.cat(recall).mean().item(), torch.cat(precision).mean().item()
 
 
-def silhouette_num_classes(z, label, args_of_seeding, seed):
-    """The number of classes with the best silhouette on a geometric grid, for where hardly any class is known."""
-    num_known = int(label.max()) + 1
+def silhouette_num_classes(z, num_known, args_of_seeding, seed):
+    """The number of classes with the best silhouette on a geometric grid, for where hardly any class is known.
+
+    Nothing is made of the labels: a class held to its one labelled row, which counts for several, makes the best K anything.
+    """
+    label = torch.full((len(z),), -1, device=z.device)
     best, K = (-1.0, max(1, num_known)), max(4, num_known)
     while K <= len(z) / 2 and K < 4 * best[1] + 8:  # it has a single broad peak
-        centre = seed_centres(z, label, K, num_known, *args_of_seeding, seed, quiet=True)
+        centre = seed_centres(z, label, K, 0, *args_of_seeding, seed, quiet=True)
         cluster = (z @ centre.T).argmax(1).cpu().numpy()
         if len(set(cluster)) > 1:
             score = silhouette_score(z.cpu().numpy(), cluster, metric="cosine", sample_size=min(3000, len(z)),
@@ -426,7 +429,7 @@ def estimate_num_classes(z, label, dev_z, dev_label, args_of_seeding, seed):
 
     sizes = torch.cat([label[label >= 0], dev_label]).bincount(minlength=max(1, num_known))
     if (sizes > 1).sum() < 4:
-        return round(min(max(silhouette_num_classes(z, label, args_of_seeding, seed), least), most))
+        return round(min(max(silhouette_num_classes(z, num_known, args_of_seeding, seed), least), most))
     step = 2
     if measure(step) > 0:  # classes are merged: more centres
         while 1.15 ** step * num_known < len(z) / 4 and measure(step := step + 1) > 0:
