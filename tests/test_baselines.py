@@ -146,7 +146,7 @@ def demo(tmp_path_factory):
     task = {"dataset": "demo", "gamma": 10.0, "data_dir": str(folder / "data")}
     words = [word for key, value in task.items() for word in (f"--{key}", value)]
     script("make_lt_data.py", *words)
-    script("pretrain.py", *words, "--out_dir", folder / "out", "--encoder", "minilm", "--epochs", 15)
+    script("pretrain.py", *words, "--out_dir", folder / "out", "--encoder", "minilm", "--epochs", 20)
     flags = {**task, "encoder": "minilm", "out_dir": str(folder / "out")}
     method("kmeans", **flags)
     method("kmeans", **flags, features="pretrained", tag="pretrained")
