@@ -63,6 +63,7 @@ ROWS = (("ImbaNID", "test"), ("ImbaNID, protocol T", "test_kmeans"), ("k-means, 
         ("semi-supervised k-means, raw", "ss_kmeans_raw"), ("k-means, pre-trained features", "kmeans_pretrained"))
 COLUMNS = ("ACC", "NMI", "ARI", "known", "novel", "head", "medium", "tail")
 GROUPS = COLUMNS[-3:]
+METHOD_COLUMNS = (*(f"{c} (C)" for c in COLUMNS[:5]), "ACC (T)", "epochs", "seconds")
 USAGE = ("usage: figures.py RUN..., figures.py mean RUN..., figures.py keep RUN..., or figures.py table; "
          "RUN is a folder in out/, or a file in results/")
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#666666")  # Okabe and Ito: safe for all eyes
@@ -215,8 +216,7 @@ def methods_table(folder="results"):
             by_method = {title: runs for title, runs in found[key].items() if runs.keys() >= seeds}
             if seeds and len(by_method) > 1:
                 rows += methods_rows(key, sorted(seeds), by_method)
-    columns = ("corpus", "gamma", "method", "seeds", "ACC (C)", "NMI (C)", "ARI (C)", "known (C)", "novel (C)", "ACC (T)",
-               "epochs", "seconds", "paper (BERT), ACC")
+    columns = "corpus", "gamma", "method", "seeds", *METHOD_COLUMNS, "paper (BERT), ACC"
     return markdown(columns, rows) if rows else ""
 
 
@@ -228,16 +228,46 @@ def methods_rows(key, seeds, by_method):
     order = list(METHODS)
     for title in sorted(by_method, key=lambda t: (order.index(by_method[t][seeds[0]]["method"]), t)):
         runs = [by_method[title][seed] for seed in seeds]
-        epochs = runs[0]["epochs"]
-        epochs = [*epochs.values()] if isinstance(epochs, dict) else [runs[0]["config"]["pretrain"]["epochs"], epochs]
         cells = [CORPORA[key[0]][0], f"{key[1]:g}", title, " ".join(map(str, seeds))]
-        cells += [f"{spread(runs, 'test')[c][0]:.2f}" for c in ("ACC", "NMI", "ARI", "known", "novel")]
-        cells += [f"{spread(runs, 'test_kmeans')['ACC'][0]:.2f}", " + ".join(map(str, epochs)),
-                  f"{np.mean([sum(run['seconds'].values()) for run in runs]):.0f}", paper_acc(runs[0]["method"], *key[:2])]
+        cells += [*method_cells(runs), paper_acc(runs[0]["method"], *key[:2])]
         if title == "ImbaNID" and len(seeds) > 1 and (acc[title] != acc[best]).any():
             cells[4] += f" (p {ttest_rel(acc[title], acc[best]).pvalue:.2g} against {best})"
         rows.append(cells)
     return rows
+
+
+def method_cells(runs):
+    """The cells under METHOD_COLUMNS, means over runs of one method: scores, epochs of the first, seconds."""
+    epochs = runs[0]["epochs"]
+    epochs = [*epochs.values()] if isinstance(epochs, dict) else [runs[0]["config"]["pretrain"]["epochs"], epochs]
+    return [*(f"{spread(runs, 'test')[c][0]:.2f}" for c in COLUMNS[:5]), f"{spread(runs, 'test_kmeans')['ACC'][0]:.2f}",
+            " + ".join(map(str, epochs)), f"{np.mean([sum(run['seconds'].values()) for run in runs]):.0f}"]
+
+
+def other_settings_table(folder="results"):
+    """README's table of compared methods with other settings than in methods_table; empty without such runs.
+
+    Runs with a tag, under the untagged ones of the same seeds, each with the flags that differ between the two.
+    """
+    plain, tagged = {}, {}
+    for path in sorted(Path(folder).glob("*_g*_s*.json")):
+        run = read_results(path)
+        key = run["dataset"], run["gamma"], run["encoder"], run["method"]
+        if run["method"] not in ("imbanid", "kmeans") and usual_ratios(run):
+            if run["tag"]:
+                tagged.setdefault((*key, run["tag"]), {})[run["seed"]] = run
+            else:
+                plain[*key, run["seed"]] = run
+    rows = []
+    for (*key, _), by_seed in sorted(tagged.items(), key=lambda item: list(METHODS).index(item[0][3])):
+        seeds = sorted(seed for seed in by_seed if (*key, seed) in plain)
+        sides = [plain[*key, seed] for seed in seeds], [by_seed[seed] for seed in seeds]
+        if seeds:
+            first, other = (runs[0]["config"] for runs in sides)
+            flags = [flag for flag in first if first[flag] != other.get(flag, first[flag]) and flag != "pretrain"]
+            rows += [[METHODS[key[3]], CORPORA[key[0]][0], f"{key[1]:g}", " ".join(map(str, seeds)),
+                      " ".join(f"--{flag} {runs[0]['config'][flag]}" for flag in flags), *method_cells(runs)] for runs in sides]
+    return markdown(("method", "corpus", "gamma", "seeds", "settings", *METHOD_COLUMNS), rows) if rows else ""
 
 
 def paper_acc(method, dataset, gamma):
@@ -617,7 +647,8 @@ def main(words):
         for path in paths:
             write_atomic(Path("results") / f"{Path(path).name}.json", json.dumps(read_benchmark(path), indent=1) + "\n")
     elif command == "table":
-        tables = results_table(), ablation_table(), settings_table(), methods_table(), transport_tables(), speed_table()
+        tables = (results_table(), ablation_table(), settings_table(), methods_table(), other_settings_table(),
+                  transport_tables(), speed_table())
         print(*filter(None, tables), sep="\n\n")
     else:
         draw(words)

@@ -278,6 +278,21 @@ def test_methods_are_compared_on_the_seeds_they_share_and_on_all_that_imbanid_ha
                      ["ImbaNID", "0 1 2", f"75.00 (p {p:.2g} against k-means, raw features)"]]
 
 
+def test_other_settings_of_a_method_stand_under_its_usual_ones_on_the_same_seeds(tmp_path):
+    results = figures.read_results(make_run(tmp_path))
+    for seed, tag, method, acc, epochs in (
+            (0, "", "gcd", 50, 20), (1, "", "gcd", 60, 20), (1, "full", "gcd", 64, 100), (2, "full", "gcd", 99, 100),
+            (1, "half", "usnid", 99, 10), (1, "cot", "imbanid", 99, 3)):
+        config = results["config"] | {"seed": seed, "epochs": epochs, "lr": 0.1, "pretrain": {"epochs": epochs}}
+        figures.write_atomic(tmp_path / f"demo_g4_s{seed}_{method}_{tag}.json", json.dumps(
+            results | {"method": method, "tag": tag, "seed": seed, "test": SCORES | {"ACC": acc}, "test_kmeans": SCORES,
+                       "epochs": {"pretrain": 1, "last": epochs}, "config": config}))
+    found = [line.strip("| ").split(" | ") for line in figures.other_settings_table(tmp_path).splitlines()[2:]]
+    assert [(*row[:1], *row[3:6], row[-2]) for row in found] == [
+        ("GCD", "1", "--epochs 20", "60.00", "1 + 20"), ("GCD", "1", "--epochs 100", "64.00", "1 + 100")]
+    assert figures.other_settings_table(tmp_path / "nothing") == ""
+
+
 def test_the_papers_figures_of_a_method():
     assert figures.paper_acc("usnid", "stackoverflow", 3) == "86.90" and figures.paper_acc("imbanid", "clinc", 10) == "82.40"
     for nothing in (("kmeans", "clinc", 10), ("gcd", "demo", 10), ("gcd", "clinc", 2)):
