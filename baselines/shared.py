@@ -106,8 +106,8 @@ class Run:
         (self.out / "results.json").unlink(missing_ok=True)  # what --restart replaces
 
     def draw_labelled(self, most):
-        """int64: at most `most` labelled training rows, drawn with replacement."""
-        return self.labelled[torch.randint(len(self.labelled), (min(most, len(self.labelled)),))]
+        """int64: at most `most` labelled training rows; none of them twice, it would be a positive of itself."""
+        return self.labelled[torch.randperm(len(self.labelled))[:most].to(self.device)]
 
     def unit_features(self, split):
         """(n, H) unit features of a split, without gradients and without dropout."""
