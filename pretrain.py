@@ -57,7 +57,7 @@ class Args:
     no_mlm: bool = False  # leave the masked language modelling out
     max_length: int = 128  # tokens a text is cut at
     no_cache: bool = False  # run the frozen trunk for every batch anew: slow, to compare with
-    cache_gb: float = 8.0  # hidden states larger than this lie in a memory-mapped file in out/<run>/ while it runs
+    cache_gb: float = 8.0  # on a CPU, hidden states larger than this, for each copy of the corpus, are mapped from out/<run>/
     device: str = "auto"  # cpu, cuda, or auto: cuda where there is one
     dtype: str = "auto"  # float32, bfloat16, or auto: bfloat16 where the hardware multiplies it natively
     restart: bool = False  # replace an earlier run that had other settings
@@ -644,6 +644,7 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
                 "classifier": classifier.detach().cpu().clone(), "trunk": encoder.fingerprint}
 
     epochs = min(args.epochs, math.ceil(args.max_steps / math.ceil(N / args.batch_size)))
+    tells = len(dev_label) and meta["num_known"] > 1  # with one known class every dev loss is 0
     epoch, log, best = 0, [], {"epoch": 0}
     found = load_checkpoint(part)
     if found and same_config(found["config"], config, part, args.restart):
@@ -673,7 +674,7 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
             judged = dev_result(z, classifier, dev_label, args.temperature) if rank == 0 else (0.0, 0.0)  # one for all
             loss, accuracy = sum_over_ranks(torch.tensor(judged, dtype=torch.float64, device=device)).tolist()
             log.append({"epoch": epoch, "ce": ce, "mlm": mlm, "dev_loss": loss, "dev_accuracy": accuracy})
-            better = best["epoch"] == 0 or len(dev_label) == 0 or (
+            better = best["epoch"] == 0 or not tells or (
                 loss < best["dev_loss"] if args.select == "loss" else accuracy > best["dev_accuracy"])
             if better:
                 best = {**state(), **log[-1]}
@@ -692,7 +693,7 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
     save_checkpoint(done, **best, config=config, log=log, seconds=seconds, processes=world)  # each draws its own masks
     part.unlink(missing_ok=True)
     kept = (f"kept epoch {best['epoch']} with dev loss {best['dev_loss']:.4f} and accuracy {best['dev_accuracy']:.2f}"
-            if len(dev_label) else "no dev rows to choose among them")
+            if tells else "no dev rows of two classes to choose by")
     print(f"pre-training: {epoch} epochs in {seconds:.0f} s, {kept}; written to {done}")
 
 

@@ -20,7 +20,8 @@ printed derivatives hold.
 
 Solver "newton" works on the semi-dual. The row constraint removes f: Q_ij = alpha_i softmax_j((log P_ij + g_j) / lambda1),
 which leaves a concave function of the K numbers g with gradient beta(g) - Q^T 1 and a K x K Hessian, both sums over
-rows: a few passes over log P a step, in chunks, over any number of processes. Solver "sinkhorn" is the paper's Algorithm 1.
+rows: a few passes over log P a step, in chunks, over any number of processes. Solver "sinkhorn" is the paper's Algorithm 1,
+its column scalings damped.
 """
 import math
 import warnings

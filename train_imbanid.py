@@ -112,9 +112,9 @@ class Args:
     swaps: int = 300  # relocations of a novel centre that the seeding tries
     no_class_sizes: bool = False  # seeding and --num_classes auto take no sizes from how many rows of a class are labelled
     no_cache: bool = False  # run the frozen trunk for every batch anew: slow, to compare with
-    cache_gb: float = 8.0  # hidden states larger than this lie in a memory-mapped file in out/<run>/ while it runs
+    cache_gb: float = 8.0  # on a CPU, hidden states larger than this, for each copy of the corpus, are mapped from out/<run>/
     device: str = "auto"  # cpu, cuda, or auto: cuda where there is one
-    dtype: str = "auto"  # float32, bfloat16, or auto: bfloat16 where the hardware multiplies it natively
+    dtype: str = "auto"  # float32, bfloat16, or auto: bfloat16 where the hardware has it, as the seeding's search does anyway
     restart: bool = False  # replace an earlier run that had other settings
 
 
@@ -195,6 +195,7 @@ def train_epoch(encoder, head, optimizer, schedule, hidden, view, pseudo_label, 
                 rank, world):
     """`steps` batches over this process's rows. Returns the epoch's mean contrastive and cross-entropy loss."""
     generator = seed_epoch(args.seed, epoch, rank)
+    generator.manual_seed(generator.initial_seed() + 104729 * rank)  # or rows p and p + 1 would meet in every batch
     encoder.train()
     sums = torch.zeros(2)
     for step, rows in enumerate(torch.randperm(len(hidden), generator=generator).to(encoder.device).tensor_split(steps), 1):
@@ -389,7 +390,7 @@ def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, 
         """{split: (., H)}, unit length, all processes' rows."""
         return {s: gather_rows(normalize(encoder.all_features(hidden[s]), dim=1), len(texts[s])) for s in splits}
 
-    z = {"raw": unit_features("train", "test")}
+    z = {} if "own" in meta else {"raw": unit_features("train", "test")}
     load_last_layer(encoder, pre)
     z["pretrained"] = unit_features("train", "dev", "test")  # dev for the number of classes
     found = find_checkpoint(out, config, args.restart, rank, world, device)
@@ -476,7 +477,7 @@ def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, r
                              transport_plan(log_p, args, lambda2, potential, marginal))
         pseudo_label = torch.where(own_label >= 0, own_label, result.plan.argmax(1))  # labelled rows keep their labels
         confidence = log_p.gather(1, pseudo_label[:, None])[:, 0].exp()
-        return pseudo_label, torch.where(own_label >= 0, 1.0, confidence), result, following
+        return pseudo_label, torch.where(own_label >= 0, 1.0, confidence), result._replace(plan=None), following
 
     with tqdm(total=epochs, initial=epoch, desc="training", disable=rank > 0 or not sys.stderr.isatty()) as bar:
         while epoch < epochs:

@@ -17,7 +17,7 @@ from conftest import PATIENCE, REPO, TINY_PRETRAIN, TINY_TRAIN, one_line_error, 
 from make_lt_data import make_own_task, make_split, open_table, raw_corpus, read_run, read_table, records, run_name
 from metrics import cluster_metrics
 from predict import distinct, keywords, propose_names
-from pretrain import appendix_e, estimate_num_classes, num_classes_by_size
+from pretrain import appendix_e, estimate_num_classes, load_checkpoint, num_classes_by_size
 
 TEXTS = [f"{verb} the {thing}" for verb in ("open", "close", "paint") for thing in ("door", "window", "gate", "roof")]
 
@@ -475,17 +475,19 @@ def test_a_real_corpus_as_a_table(real_raw, tmp_path):
 
 
 def test_tables_at_the_edge(tmp_path, tiny_encoder):
-    """Every row labelled and none kept for dev; as few texts as are taken, each class with one label."""
+    """Every row labelled and none kept for dev; as few texts as are taken, each class with one label; one known class."""
     for name, rows, dev in (("full", [(f"{text} {n}", "ab"[n % 2]) for n in range(3) for text in TEXTS], 0),
                             ("few", [(text, text.split()[0] if "door" in text else "") for text in TEXTS[:-2]]
-                             + [("open " * 99, ""), ("ж " * 20, "")], 0.2)):
+                             + [("open " * 99, ""), ("ж " * 20, "")], 0.2),
+                            ("one", [(f"{text} {n}", "a" if n else "") for n in range(3) for text in TEXTS], 0.2)):
         path = table(tmp_path / f"{name}.csv", rows)
         flags = ("--dataset", path, "--data_dir", tmp_path / "data")
         script("make_lt_data.py", *flags, "--dev_ratio", dev)
         flags += ("--out_dir", tmp_path / "out")
         said = script("pretrain.py", *flags, "--encoder", tiny_encoder, *TINY_PRETRAIN).stdout
         assert "no dev rows" in said and ("1 text(s) of 32 tokens or more" in said) == (name == "few")
-        assert "unknown to --encoder" in said or name == "full"
+        assert "unknown to --encoder" in said or name != "few"
+        assert load_checkpoint(tmp_path / f"out/{name}_s0/pretrain.pt")["epoch"] == 2
         script("train_imbanid.py", *flags, *TINY_TRAIN)
         script("predict.py", tmp_path / f"out/{name}_s0", "--data_dir", tmp_path / "data")
         found = read(tmp_path / f"out/{name}_s0/assignments.csv")
