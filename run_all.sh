@@ -37,7 +37,11 @@ nproc=${NPROC:-1}
 case "$nproc" in *[!0-9]* | 0*) echo "run_all.sh: NPROC=$nproc must be a number of processes, 1 or more" >&2 && exit 2 ;; esac
 if [ "$dataset" = demo ] || [ -n "$own" ]; then encoder=${ENCODER:-minilm}; else encoder=${ENCODER:-bert-base-uncased}; fi
 launch=(python)
-if [ "$nproc" != 1 ]; then launch=(torchrun --standalone --nproc_per_node "$nproc"); fi
+if [ "$nproc" != 1 ]; then
+    launch=(torchrun --standalone --nproc_per_node "$nproc")
+    threads=$(($(getconf _NPROCESSORS_ONLN) / nproc))
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 1 ? threads : 1))}  # torchrun's own default is 1, and it says so at length
+fi
 
 # The flags of the first and the last stage are picked out, two are for both trainings, the others are train_imbanid.py's.
 tag= method=imbanid make=() name=() pre=() train=()

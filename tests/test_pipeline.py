@@ -46,11 +46,13 @@ def test_usage_and_bad_input():
 def test_flags_reach_the_stages_they_are_for(tmp_path):
     """With a python that only says what it was called with, and another folder than the repository's to be called from."""
     (tmp_path / "python").write_text("#!/bin/sh\n[ \"$1\" = -c ] && echo run || echo \"$@\"\n")
-    (tmp_path / "python").chmod(0o755)
+    (tmp_path / "torchrun").write_text("#!/bin/sh\necho $OMP_NUM_THREADS \"$@\"\n")
+    for name in ("python", "torchrun"):
+        (tmp_path / name).chmod(0o755)
     (tmp_path / "model").mkdir()
 
-    def said(*words, encoder="model"):
-        env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "ENCODER": encoder, "RAW_DIR": ""}
+    def said(*words, encoder="model", **more):
+        env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "ENCODER": encoder, "RAW_DIR": "", **more}
         done = subprocess.run(["bash", REPO / "run_all.sh", "demo", "10", *words], cwd=tmp_path, env=env, text=True,
                               capture_output=True)
         assert done.returncode == 0, done.stderr
@@ -61,6 +63,9 @@ def test_flags_reach_the_stages_they_are_for(tmp_path):
     assert train.endswith("--device cpu --restart --omega=0.3 --tag x") and mean == "figures.py mean out/run_x"
     assert said("--tag", "")[-1] == said("--tag=")[-1] == "figures.py mean out/run"
     assert said("--device=cpu", encoder="minilm")[1].endswith("--encoder minilm --device=cpu")
+    for given, P, threads in (("", 2, max(1, os.cpu_count() // 2)), ("", 1000, 1), ("3", 2, 3)):  # the cores are shared out
+        _, *stages, _ = said(NPROC=str(P), OMP_NUM_THREADS=given)
+        assert len(stages) == 2 and all(line.startswith(f"{threads} --standalone --nproc_per_node {P} ") for line in stages)
 
 
 @pytest.fixture(scope="module")
