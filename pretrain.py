@@ -176,7 +176,7 @@ def load_last_layer(encoder, state):
 def semi_supervised_kmeans(x, label, K, num_known, seed, n_init=10, plus_plus=False):
     """k-means with the labelled rows held in their classes (GCD's). x: (N, H). label: (N,), -1 unlabelled. Returns centres.
 
-    Known centres start from the labelled means, novel ones from random unlabelled rows, with plus_plus from rows far from the
+    Known centres start from class_means, novel ones from random unlabelled rows, with plus_plus from rows far from the
     centres so far (k-means++); the best of n_init inertias wins.
     """
     generator = torch.Generator().manual_seed(seed)
