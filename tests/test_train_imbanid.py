@@ -26,6 +26,7 @@ from pretrain import (
     appendix_e,
     class_means,
     class_sizes,
+    effective_dimensions,
     mixture_score,
     mixture_step,
     seed_centres,
@@ -235,6 +236,42 @@ def test_a_known_class_does_not_take_in_a_new_one_that_its_labelled_rows_cannot_
                 for rate in (0.1, 0.0))
     assert told[:40].float().mean() > 0.9 and told[40:].float().mean() < 0.1
     assert untold[40:].all(), "without it the new class is taken in"
+
+
+def test_the_evidence_of_the_centres_is_part_of_the_objective():
+    x, label, _ = blobs([30, 20, 10])
+    held, log_share = torch.where(label >= 0)[0], torch.tensor([0.5, 0.3, 0.2]).log()
+    total = torch.stack([x[:30].sum(0), x[30:50].sum(0), x[50:].sum(0)])
+    share = mixture_score(x, total, log_share, 20.0).softmax(1)
+    share[held] = torch.eye(3)[label[held]]
+    *_, without = mixture_step(x, held, label, total, log_share, 20.0, 1.0)
+    *_, objective = mixture_step(x, held, label, total, log_share, 20.0, 1.0, spread=(6.0, 0.9))
+    expected = sum(6 / 2 * math.log(1 + 20 * 0.9 / 6 * n) for n in share.sum(0).tolist())
+    assert float(without - objective) == pytest.approx(expected, rel=1e-3)
+    dims, variance = effective_dimensions(torch.cat([torch.eye(8), -torch.eye(8)])[:, :5].repeat(3, 1))
+    assert dims == pytest.approx(5) and variance == pytest.approx(5 / 8)
+    assert effective_dimensions(torch.ones(1, 4)) == (0.0, 0.0), "one text, or one only"
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 3])
+def test_a_wide_class_is_not_halved_at_the_price_of_two_small_ones(seed, monkeypatch):
+    """Eight unknown classes, 160, 5 x 40, 12 and 12 rows: the largest is three times as wide, the two smallest are close."""
+    generator = torch.Generator().manual_seed(seed)
+    base = torch.nn.functional.normalize(torch.randn(8, 32, generator=generator), dim=1)
+    base[7] = torch.nn.functional.normalize(base[6] + 0.5 * base[7], dim=0)
+    truth = torch.arange(8).repeat_interleave(torch.tensor([160, 40, 40, 40, 40, 40, 12, 12]))
+    width = torch.where(truth == 0, 0.12, 0.04)[:, None]
+    x = torch.nn.functional.normalize(base[truth] + width * torch.randn(len(truth), 32, generator=generator), dim=1)
+    label = torch.full((len(truth),), -1)
+
+    def found():
+        return (x @ seed_centres(x, label, 8, 0, 20.0, 10.0, 60, 0.0, seed=0).T).argmax(1)
+
+    cluster = found()
+    assert len(cluster[truth == 0].unique()) == 1 and cluster[truth == 6].mode()[0] != cluster[truth == 7].mode()[0]
+    monkeypatch.setattr("pretrain.effective_dimensions", lambda x: (0.0, 0.0))
+    cluster = found()
+    assert cluster[truth == 6].mode()[0] == cluster[truth == 7].mode()[0], "likelihood alone halves the largest"
 
 
 def test_labelled_rows_tell_the_sizes_of_classes():
