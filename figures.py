@@ -46,6 +46,7 @@ PAPER_METHODS = {
 ABLATIONS = {
     "": ("ImbaNID", (82.52, 90.67, 71.26, 68.26, 66.05, 65.87, 90.67, 87.25, 81.67)),
     "no_class_sizes": ("w/o class sizes", (math.nan,) * 9),  # of the seeding, ours
+    "no_evidence": ("w/o evidence", (math.nan,) * 9),  # of the seeding, ours
     "no_swaps": ("w/o moved centres", (math.nan,) * 9),  # --swaps 0, of the seeding, ours
     "cot": ("w/ COT", (72.74, 87.44, 58.67, 62.72, 63.11, 48.70, 86.63, 85.75, 79.67)),
     "eot": ("w/ EOT", (81.41, 83.00, 65.33, 66.59, 65.40, 57.61, 90.00, 86.11, 81.60)),

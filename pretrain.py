@@ -281,7 +281,7 @@ def searched_rows(label, generator):
     return torch.cat([held, free[torch.randperm(len(free), generator=generator)[:SEARCHED].to(free.device)]])
 
 
-def seed_centres(x, label, K, num_known, kappa, label_weight, swaps, sample_rate, seed, quiet=False):
+def seed_centres(x, label, K, num_known, kappa, label_weight, swaps, sample_rate, evidence, seed, quiet=False):
     """Unit centres (K, H) to start the cluster head from: known classes from their labelled rows, novel ones discovered.
 
     A mixture with learned class shares, so that a large class is not split to even out sizes. Each labelled row stands for
@@ -294,8 +294,8 @@ def seed_centres(x, label, K, num_known, kappa, label_weight, swaps, sample_rate
     would miss least, and of 16 rows that are explained badly to the one where it helps most. The move stays if
     mixture_step's objective rises within three steps. Its labelled part is what tells a new intent from half of a known one:
     a novel centre that takes over a known class makes that class's own labelled rows, each left out in turn, look like
-    strangers. What the likelihood gains by halving a wide class, the evidence of the centres takes back. Of a large corpus the
-    moves are tried on SEARCHED unlabelled rows, then all rows settle the centres.
+    strangers. What the likelihood gains by halving a wide class, the evidence of the centres takes back (`evidence`; see
+    mixture_step). Of a large corpus the moves are tried on SEARCHED unlabelled rows, then all rows settle the centres.
     """
     generator = torch.Generator().manual_seed(seed)
     held, free = torch.where(label >= 0)[0], torch.where(label < 0)[0]
@@ -315,9 +315,10 @@ def seed_centres(x, label, K, num_known, kappa, label_weight, swaps, sample_rate
         size = class_sizes(label, num_known, K, sample_rate)
     if len(free) > SEARCHED:
         rows = searched_rows(label, generator)
-        centre = seed_centres(x[rows], label[rows], K, num_known, kappa, label_weight, swaps, 0.0, seed, quiet)
+        centre = seed_centres(x[rows], label[rows], K, num_known, kappa, label_weight, swaps, 0.0, evidence, seed, quiet)
         return normalize(settle(x, centre, torch.full((K,), uniform, device=x.device), 30)[0], dim=1)
-    spread = effective_dimensions(x)
+    if evidence:
+        spread = effective_dimensions(x)
     fast = x.bfloat16() if pick_dtype("auto", x.device) == torch.bfloat16 else x  # good enough to compare moves
     total = torch.zeros(K, x.shape[1], device=x.device).index_add_(0, label[held], label_weight * x[held])
     similarity = x[free] @ normalize(total[:num_known], dim=1).T
@@ -428,12 +429,12 @@ def estimate_num_classes(z, label, dev_z, dev_label, args_of_seeding, seed):
     num_known, balance = int(label.max()) + 1, {}
     if (label >= 0).all():
         return num_known
-    kappa, label_weight, swaps, sample_rate = args_of_seeding
+    kappa, label_weight, swaps, sample_rate, evidence = args_of_seeding
     least, most = num_classes_by_size(label, num_known, sample_rate) if sample_rate and num_known > 1 else (num_known, math.inf)
     rows = searched_rows(label, torch.Generator().manual_seed(seed))
     if len(rows) < len(label):
         sample_rate = 0.0  # not that of the rows that are left
-    args_of_seeding = kappa, label_weight, swaps // 5, sample_rate  # 300 moves find better centres, but as many of them
+    args_of_seeding = kappa, label_weight, swaps // 5, sample_rate, evidence  # 300 find better centres, but as many of them
     z, label = z[rows], label[rows]
 
     def measure(step):
