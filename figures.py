@@ -248,7 +248,7 @@ def method_cells(runs):
 def other_settings_table(folder="results"):
     """README's table of compared methods with other settings than in methods_table; empty without such runs.
 
-    Runs with a tag, under the untagged ones of the same seeds, each with the flags that differ between the two.
+    Runs with a tag, under the untagged ones of the same seeds, each with the flags that differ between them.
     """
     plain, tagged = {}, {}
     for path in sorted(Path(folder).glob("*_g*_s*.json")):
@@ -259,14 +259,17 @@ def other_settings_table(folder="results"):
                 tagged.setdefault((*key, run["tag"]), {})[run["seed"]] = run
             else:
                 plain[*key, run["seed"]] = run
-    rows = []
+    groups, rows = {}, []
     for (*key, _), by_seed in sorted(tagged.items(), key=lambda item: list(METHODS).index(item[0][3])):
-        seeds = sorted(seed for seed in by_seed if (*key, seed) in plain)
-        sides = [plain[*key, seed] for seed in seeds], [by_seed[seed] for seed in seeds]
+        seeds = tuple(sorted(seed for seed in by_seed if (*key, seed) in plain))
+        groups.setdefault((*key, seeds), []).append([by_seed[seed] for seed in seeds])
+    for (dataset, gamma, encoder, method, seeds), others in groups.items():
         if seeds:
-            first, other = (runs[0]["config"] for runs in sides)
-            flags = [flag for flag in first if first[flag] != other.get(flag, first[flag]) and flag != "pretrain"]
-            rows += [[METHODS[key[3]], CORPORA[key[0]][0], f"{key[1]:g}", " ".join(map(str, seeds)),
+            sides = [[plain[dataset, gamma, encoder, method, seed] for seed in seeds], *others]
+            first, *configs = (runs[0]["config"] for runs in sides)
+            flags = [flag for flag in first if flag != "pretrain" and any(
+                first[flag] != config.get(flag, first[flag]) for config in configs)]
+            rows += [[METHODS[method], CORPORA[dataset][0], f"{gamma:g}", " ".join(map(str, seeds)),
                       " ".join(f"--{flag} {runs[0]['config'][flag]}" for flag in flags), *method_cells(runs)] for runs in sides]
     return markdown(("method", "corpus", "gamma", "seeds", "settings", *METHOD_COLUMNS), rows) if rows else ""
 
@@ -499,6 +502,7 @@ def varied(runs, key, same=None):
         config = {**run["config"], "tag": run.get("tag", ""), "encoder": run["encoder"], "method": run["method"]}
         config["lambda2"] = config.get("lambda2") or (2.0 if config["gamma"] > 1 else 7.0)  # what train_imbanid.py makes of 0
         config["dtype"] = config.get("dtype") or config.get("pretrain", {}).get("dtype")  # of stage 3; older files lack it
+        config.setdefault("no_evidence", True)  # older files lack it, and their seeding had none
         rest = {k: v for k, v in config.items() if (k in same if same else k not in (key, "seed", "tag", "pretrain"))}
         title = CORPORA[run["dataset"]][0] + ("" if key == "gamma" else f", gamma {run['gamma']:g}")
         found.setdefault(json.dumps(rest, sort_keys=True), (title, {}))[1].setdefault(config.get(key), []).append(run)
