@@ -46,7 +46,6 @@ PAPER_METHODS = {
 ABLATIONS = {
     "": ("ImbaNID", (82.52, 90.67, 71.26, 68.26, 66.05, 65.87, 90.67, 87.25, 81.67)),
     "no_class_sizes": ("w/o class sizes", (math.nan,) * 9),  # of the seeding, ours
-    "no_evidence": ("w/o evidence", (math.nan,) * 9),  # of the seeding, ours
     "no_swaps": ("w/o moved centres", (math.nan,) * 9),  # --swaps 0, of the seeding, ours
     "cot": ("w/ COT", (72.74, 87.44, 58.67, 62.72, 63.11, 48.70, 86.63, 85.75, 79.67)),
     "eot": ("w/ EOT", (81.41, 83.00, 65.33, 66.59, 65.40, 57.61, 90.00, 86.11, 81.60)),
@@ -502,7 +501,6 @@ def varied(runs, key, same=None):
         config = {**run["config"], "tag": run.get("tag", ""), "encoder": run["encoder"], "method": run["method"]}
         config["lambda2"] = config.get("lambda2") or (2.0 if config["gamma"] > 1 else 7.0)  # what train_imbanid.py makes of 0
         config["dtype"] = config.get("dtype") or config.get("pretrain", {}).get("dtype")  # of stage 3; older files lack it
-        config.setdefault("no_evidence", True)  # older files lack it, and their seeding had none
         rest = {k: v for k, v in config.items() if (k in same if same else k not in (key, "seed", "tag", "pretrain"))}
         title = CORPORA[run["dataset"]][0] + ("" if key == "gamma" else f", gamma {run['gamma']:g}")
         found.setdefault(json.dumps(rest, sort_keys=True), (title, {}))[1].setdefault(config.get(key), []).append(run)

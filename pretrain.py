@@ -230,20 +230,11 @@ def class_sizes(label, num_known, K, sample_rate):
     return size
 
 
-def effective_dimensions(x):
-    """How many directions rows x (N, H) vary in: the participation ratio of their covariance; and their whole variance."""
-    away = x - x.mean(0)
-    covariance = away.T @ away / len(x)
-    variance = float(covariance.trace())
-    return variance ** 2 / max(float(covariance.square().sum()), 1e-12), variance
-
-
-def mixture_step(x, held, label, total, log_share, kappa, label_weight, size=None, spread=(0.0, 0.0)):
+def mixture_step(x, held, label, total, log_share, kappa, label_weight, size=None):
     """One EM step of a von Mises-Fisher mixture of one concentration, labelled rows `held` in their classes.
 
     x: (N, H) unit rows. total: (K, H) weighted sum of each class's rows, its direction the centre. log_share: (K,).
-    size: (k,) rows that the first k classes are thought to have, None where nothing is known of it. spread: what
-    effective_dimensions says of x.
+    size: (k,) rows that the first k classes are thought to have, None where nothing is known of it.
     Returns the new total and log_share, and of the old ones each row's log-likelihood (N,), up to a constant, and the
     objective: the log-likelihood of the unlabelled rows plus label_weight times log p(class | row) of the labelled ones,
     each of them judged by centres that it had no part in. With `size`, log_share of such a class is no share but the offset
@@ -268,9 +259,6 @@ def mixture_step(x, held, label, total, log_share, kappa, label_weight, size=Non
         excess, missing = (n[sized].clamp_min(1e-3) / size).log(), size - y.bincount(minlength=len(size))
         objective = objective - (missing * (log_share[sized] - expected)).sum() + (size * (excess - excess.exp() + 1)).sum()
         following[sized] = torch.maximum(torch.minimum(log_share[sized] - 0.5 * excess, expected + 3), expected - 3)
-    dims, variance = spread
-    if dims:
-        objective = objective - dims / 2 * (kappa * variance / dims * n).log1p().sum()
     share[held] *= w
     return (share.to(x.dtype).T @ x).float(), following, likelihood, objective
 
@@ -281,7 +269,7 @@ def searched_rows(label, generator):
     return torch.cat([held, free[torch.randperm(len(free), generator=generator)[:SEARCHED].to(free.device)]])
 
 
-def seed_centres(x, label, K, num_known, kappa, label_weight, swaps, sample_rate, evidence, seed, quiet=False):
+def seed_centres(x, label, K, num_known, kappa, label_weight, swaps, sample_rate, seed, quiet=False):
     """Unit centres (K, H) to start the cluster head from: known classes from their labelled rows, novel ones discovered.
 
     A mixture with learned class shares, so that a large class is not split to even out sizes. Each labelled row stands for
@@ -294,8 +282,7 @@ def seed_centres(x, label, K, num_known, kappa, label_weight, swaps, sample_rate
     would miss least, and of 16 rows that are explained badly to the one where it helps most. The move stays if
     mixture_step's objective rises within three steps. Its labelled part is what tells a new intent from half of a known one:
     a novel centre that takes over a known class makes that class's own labelled rows, each left out in turn, look like
-    strangers. What the likelihood gains by halving a wide class, the evidence of the centres takes back (`evidence`; see
-    mixture_step). Of a large corpus the moves are tried on SEARCHED unlabelled rows, then all rows settle the centres.
+    strangers. Of a large corpus the moves are tried on SEARCHED unlabelled rows, then all rows settle the centres.
     """
     generator = torch.Generator().manual_seed(seed)
     held, free = torch.where(label >= 0)[0], torch.where(label < 0)[0]
@@ -305,20 +292,17 @@ def seed_centres(x, label, K, num_known, kappa, label_weight, swaps, sample_rate
 
     def settle(x, total, log_share, steps):
         for _ in range(steps):
-            total, log_share, likelihood, objective = mixture_step(
-                x, held, label, total, log_share, kappa, label_weight, size, spread)
+            total, log_share, likelihood, objective = mixture_step(x, held, label, total, log_share, kappa, label_weight, size)
         return total, log_share, likelihood[free], objective
 
     uniform = -math.log(K)
-    size, spread = None, (0.0, 0.0)
+    size = None
     if sample_rate and num_known:
         size = class_sizes(label, num_known, K, sample_rate)
     if len(free) > SEARCHED:
         rows = searched_rows(label, generator)
-        centre = seed_centres(x[rows], label[rows], K, num_known, kappa, label_weight, swaps, 0.0, evidence, seed, quiet)
+        centre = seed_centres(x[rows], label[rows], K, num_known, kappa, label_weight, swaps, 0.0, seed, quiet)
         return normalize(settle(x, centre, torch.full((K,), uniform, device=x.device), 30)[0], dim=1)
-    if evidence:
-        spread = effective_dimensions(x)
     fast = x.bfloat16() if pick_dtype("auto", x.device) == torch.bfloat16 else x  # good enough to compare moves
     total = torch.zeros(K, x.shape[1], device=x.device).index_add_(0, label[held], label_weight * x[held])
     similarity = x[free] @ normalize(total[:num_known], dim=1).T
@@ -429,12 +413,12 @@ def estimate_num_classes(z, label, dev_z, dev_label, args_of_seeding, seed):
     num_known, balance = int(label.max()) + 1, {}
     if (label >= 0).all():
         return num_known
-    kappa, label_weight, swaps, sample_rate, evidence = args_of_seeding
+    kappa, label_weight, swaps, sample_rate = args_of_seeding
     least, most = num_classes_by_size(label, num_known, sample_rate) if sample_rate and num_known > 1 else (num_known, math.inf)
     rows = searched_rows(label, torch.Generator().manual_seed(seed))
     if len(rows) < len(label):
         sample_rate = 0.0  # not that of the rows that are left
-    args_of_seeding = kappa, label_weight, swaps // 5, sample_rate, evidence  # 300 find better centres, but as many of them
+    args_of_seeding = kappa, label_weight, swaps // 5, sample_rate  # 300 moves find better centres, but as many of them
     z, label = z[rows], label[rows]
 
     def measure(step):

@@ -110,7 +110,6 @@ class Args:
     kappa: float = 30.0  # concentration of the mixture that seeds the head's novel rows; not in the paper
     label_weight: float = 0.0  # rows a labelled row counts for in that mixture; 0: 1 / labeled_ratio (own table: at most 10)
     swaps: int = 300  # relocations of a novel centre that the seeding tries
-    no_evidence: bool = False  # the seeding's moves have to raise the likelihood alone, without the evidence of the centres
     no_class_sizes: bool = False  # seeding and --num_classes auto take no sizes from how many rows of a class are labelled
     no_cache: bool = False  # run the frozen trunk for every batch anew: slow, to compare with
     cache_gb: float = 8.0  # on a CPU, hidden states larger than this, for each copy of the corpus, are mapped from out/<run>/
@@ -274,7 +273,7 @@ def print_results(results, out):
 def seeding(args, meta):
     """The settings of seed_centres. Nobody says how the labelled rows of an own table were chosen, so they tell no sizes."""
     return (args.kappa, args.label_weight or 1 / meta["labeled_ratio"], args.swaps,
-            0.0 if args.no_class_sizes or "own" in meta else meta["labeled_ratio"], not args.no_evidence)
+            0.0 if args.no_class_sizes or "own" in meta else meta["labeled_ratio"])
 
 
 def wanted_classes(args, meta):

@@ -54,7 +54,7 @@ def real_scores(dataset, args):
         z = normalize(encoder.all_features(hidden), dim=1)
         head = last["head"] if when == "end" else seed_centres(
             z, torch.from_numpy(labels["train"]), meta["num_classes"], meta["num_known"], config["kappa"],
-            config["label_weight"] or 10, 100, 0.0, True, args.seed)
+            config["label_weight"] or 10, 100, 0.0, args.seed)
         found[when] = (z @ normalize(head, dim=1).T / config["temperature"]).log_softmax(1)
     return found | {"z": z, "K": meta["num_classes"]}
 
