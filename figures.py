@@ -261,15 +261,16 @@ def other_settings_table(folder="results"):
     groups, rows = {}, []
     for (*key, _), by_seed in sorted(tagged.items(), key=lambda item: list(METHODS).index(item[0][3])):
         seeds = tuple(sorted(seed for seed in by_seed if (*key, seed) in plain))
-        groups.setdefault((*key, seeds), []).append([by_seed[seed] for seed in seeds])
-    for (dataset, gamma, encoder, method, seeds), others in groups.items():
         if seeds:
-            sides = [[plain[dataset, gamma, encoder, method, seed] for seed in seeds], *others]
-            first, *configs = (runs[0]["config"] for runs in sides)
-            flags = [flag for flag in first if flag != "pretrain" and any(
-                first[flag] != config.get(flag, first[flag]) for config in configs)]
-            rows += [[METHODS[method], CORPORA[dataset][0], f"{gamma:g}", " ".join(map(str, seeds)),
-                      " ".join(f"--{flag} {runs[0]['config'][flag]}" for flag in flags), *method_cells(runs)] for runs in sides]
+            groups.setdefault((*key, seeds), []).append([by_seed[seed] for seed in seeds])
+    for (*key, seeds), others in groups.items():
+        sides = [[plain[*key, seed] for seed in seeds], *others]
+        first = sides[0][0]["config"]
+        configs = [first | runs[0]["config"] for runs in sides]  # an older file may lack a flag
+        flags = [flag for flag in first if flag != "pretrain" and any(config[flag] != first[flag] for config in configs)]
+        rows += [[METHODS[key[3]], CORPORA[key[0]][0], f"{key[1]:g}", " ".join(map(str, seeds)),
+                  " ".join(f"--{flag} {config[flag]}" for flag in flags), *method_cells(runs)]
+                 for runs, config in zip(sides, configs)]
     return markdown(("method", "corpus", "gamma", "seeds", "settings", *METHOD_COLUMNS), rows) if rows else ""
 
 
