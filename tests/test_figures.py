@@ -263,6 +263,22 @@ def test_older_results_have_the_dtype_of_their_pretraining(tmp_path):
     assert not figures.varied(runs, "num_classes")
 
 
+def test_an_ablation_is_tested_against_the_same_seeds_unless_they_all_differ_alike(tmp_path):
+    scores = figures.read_results(make_run(tmp_path))["test"] | {"tail": 60.0}
+    for tag, acc in (("", (83.6, 85.7778, 85.2)), ("no_dr", (82, 83, 85)), ("no_qr", (83.7, 85.8778, 85.3)),
+                     ("no_cwcl", (80,))):
+        for seed, value in enumerate(acc):
+            results = figures.read_results(make_run(tmp_path, seed, tag or "usual"))
+            results |= {"dataset": "clinc", "gamma": 10.0, "tag": tag, "test": scores | {"ACC": value}, "ss_kmeans_raw": scores}
+            results["config"]["dataset"] = "clinc"
+            figures.write_atomic(tmp_path / f"clinc_g10_s{seed}_{tag}.json", json.dumps(results))
+    rows = [line.strip("| ").split(" | ") for line in figures.ablation_table(tmp_path).splitlines()[2:]]
+    found = {row[0]: row[-1] for row in rows}
+    p = ttest_rel((83.6, 85.7778, 85.2), (82, 83, 85)).pvalue
+    assert found["ImbaNID"] == "84.86" and found["w/o DR"] == f"83.33, -1.53 (p {p:.2g})"
+    assert found["w/o QR"] == "84.96, +0.10 (each)" and found["w/o CWCL"] == "80.00" and found["w/ COT"] == "not run"
+
+
 def test_methods_are_compared_on_the_seeds_they_share_and_on_all_that_imbanid_has(tmp_path):
     for seed, ours, kmeans in ((0, 80, 60), (1, 70, 64), (2, 75, 62)):
         results = figures.read_results(make_run(tmp_path, seed))
