@@ -17,6 +17,7 @@ A table of your own is taken as it is: rows with a label are labelled, rows with
 import argparse
 import csv
 import errno
+import glob
 import hashlib
 import http.client
 import inspect
@@ -136,13 +137,13 @@ def run_script(main, Args=None):
     except OSError as err:
         # None is numpy's short write; the rest are disks that are full and paths that are not what they should be.
         if err.errno not in (None, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS, errno.ENOTDIR,
-                             errno.EISDIR, errno.EEXIST, errno.EIO):
+                             errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.EIO):
             raise
         message = f"cannot use {err.filename or 'the output folder'}: {err.strerror or err}; nothing was left half-written"
         every = True
     except KeyboardInterrupt as err:
         every = bool(err.args)
-        message = "stopped; the same command goes on from the last finished epoch"
+        message = "stopped" + ("; the same command goes on from the last finished epoch" if hasattr(Args, "restart") else "")
     else:
         return
     if every or first_process():
@@ -173,10 +174,32 @@ def check_tag(args):
         raise UserError(f"--tag {args.tag}: it becomes part of a folder's name and must not hold a /")
 
 
+def runs(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # somebody else's
+        pass
+    return True
+
+
+def part_of(path):
+    """What a file or folder is called until it is whole: a name of this process's own, for two may be writing the same one.
+
+    Removes what killed processes left of it.
+    """
+    for left in path.parent.glob(f"{glob.escape(path.name)}.*.part"):
+        pid = left.name.split(".")[-2]
+        if pid.isdigit() and (int(pid) == os.getpid() or not runs(int(pid))):
+            shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
+    return path.with_name(f"{path.name}.{os.getpid()}.part")
+
+
 def write_atomic(path, content):
     """Write a file so that it is either the old one or the whole new one. content: str, bytes or write(binary_file)."""
     path = Path(path)
-    part = path.with_name(path.name + ".part")
+    part = part_of(path)
     try:
         with open(part, "wb") as f:
             if callable(content):
@@ -228,7 +251,7 @@ def check_task(gamma, seed, known_ratio, labeled_ratio):
 def download(url, path, sha256):
     """Fetch url to path with a progress bar; the file appears under its name only when its sha256 is right."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
+    part = part_of(path)
     try:
         with urllib.request.urlopen(url, timeout=30) as answer, open(part, "wb") as out:
             total = int(answer.headers.get("Content-Length", 0)) or None
@@ -531,8 +554,7 @@ def own_data(args):
 
 def write_run(folder, texts, labels, names, arrays, meta):
     """Write data/<run>/ whole: into a folder beside it, then one rename. labels["train"]: -1 where hidden."""
-    part = folder.with_name(folder.name + ".part")
-    shutil.rmtree(part, ignore_errors=True)
+    part = part_of(folder)
     part.mkdir(parents=True)
     try:
         (part / "labels.txt").write_text("".join(name + "\n" for name in names), encoding="utf-8")

@@ -33,7 +33,18 @@ from torch.nn.functional import normalize
 from tqdm import tqdm
 
 from encoder import Encoder, pick_dtype
-from make_lt_data import TASK, UserError, open_table, pick_text_column, read_run, records, run_name, run_script, write_atomic
+from make_lt_data import (
+    TASK,
+    UserError,
+    open_table,
+    part_of,
+    pick_text_column,
+    read_run,
+    records,
+    run_name,
+    run_script,
+    write_atomic,
+)
 from pretrain import data_fingerprint, load_checkpoint, load_last_layer, pick_device
 
 EXAMPLES = 5  # typical texts of a cluster in clusters.csv
@@ -147,10 +158,10 @@ def open_model(run):
         results = json.loads((run / "results.json").read_text())
     except (OSError, ValueError):
         results = None
+    if results and results["method"] != "imbanid":
+        raise UserError(f"{run} is a run of {results['method']}, which has no cluster head: pass one of train_imbanid.py")
     if state is None or results is None:
         raise UserError(f"{run} is no finished run (no last.pt or results.json): pass a folder that train_imbanid.py wrote")
-    if "head" not in state:
-        raise UserError(f"{run} is a run of {results['method']}, which has no cluster head: pass one of train_imbanid.py")
     return state, results
 
 
@@ -275,13 +286,14 @@ def label_file(args):
     names = cluster_names(run, len(state["head"]))
     stdin, output = args.input == "-", Path(args.output)
     if not stdin and not Path(args.input).is_file():
-        raise UserError(f"{args.input} is missing: pass a .csv, .tsv or .jsonl file, a file of lines, or - for stdin")
+        raise UserError(f"{args.input} is {'no regular file' if Path(args.input).exists() else 'missing'}: pass a .csv, .tsv "
+                        "or .jsonl file, a file of lines, or - for stdin")
     regular = output.is_file() or not output.exists()  # not /dev/null and the like
     if regular:
         output = Path(os.path.realpath(output))  # what a link points to, and not the link, is replaced
     if args.output != "-" and (output.is_dir() or not output.parent.is_dir()):
         raise UserError(f"--output {args.output} cannot be written: pass a file's name in a folder that exists")
-    part = output.with_name(output.name + ".part") if regular else output
+    part = part_of(output) if regular else output
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(io.TextIOWrapper(sys.stdin.buffer, "utf-8-sig", newline="") if stdin else
                                    open_table(args.input))

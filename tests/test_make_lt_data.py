@@ -1,11 +1,14 @@
 import filecmp
 import hashlib
 import http.server
+import os
+import subprocess
+import sys
 import threading
 
 import numpy as np
 import pytest
-from conftest import one_line_error, read_tsv, script, write_tsv
+from conftest import PATIENCE, REPO, one_line_error, read_tsv, script, write_tsv
 
 import make_lt_data
 from make_lt_data import CORPORA, long_tail_counts, make_split, parse_args, raw_corpus, read_run, run_name
@@ -53,6 +56,30 @@ def test_same_seed_same_bytes_other_seed_other_split(tmp_path, tiny_raw):
     assert filecmp.cmpfiles(first, again, names, shallow=False)[0] == names
     assert (first / "train.tsv").read_bytes() != (other / "train.tsv").read_bytes()
     assert not list(tmp_path.rglob("*.part"))
+
+
+WRITER = """
+import sys
+from make_lt_data import write_atomic
+from pathlib import Path
+path, letter = Path(sys.argv[1]), sys.argv[2]
+for _ in range(200):
+    write_atomic(path, letter * 100_000)
+    assert len(set(path.read_text())) == 1 and path.stat().st_size == 100_000
+"""
+
+
+def test_two_processes_may_write_the_same_file_and_what_killed_ones_left_goes(tmp_path):
+    path = tmp_path / "same [1].txt"  # brackets mean something in a glob
+    writers = [subprocess.Popen([sys.executable, "-c", WRITER, path, letter], cwd=REPO) for letter in "ab"]
+    assert [writer.wait(PATIENCE) for writer in writers] == [0, 0]
+    of_dead, of_living, folder = (
+        tmp_path / f"same [1].txt.{pid}.part" for pid in (writers[0].pid, os.getppid(), os.getpid()))
+    for left in (of_dead, of_living):
+        left.write_text("half")
+    folder.mkdir()
+    assert make_lt_data.part_of(path) == folder, "a name that a killed process of the same number had"
+    assert of_living.exists() and not of_dead.exists() and not folder.exists()
 
 
 def test_hidden_labels_are_only_in_train_truth(tiny_run):

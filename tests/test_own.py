@@ -388,6 +388,7 @@ def test_bad_calls_of_predict(own_run, tmp_path, tiny_run):
     folder, run, _, _ = own_run
     one_line_error(script("predict.py", tmp_path, ok=False), "no finished run")
     one_line_error(script("predict.py", run, tmp_path / "none.csv", ok=False), "missing")
+    one_line_error(script("predict.py", run, "/dev/null", ok=False), "no regular file", "stdin")
     one_line_error(script("predict.py", ok=False), "--help")
     new = table(tmp_path / "new.csv", [(text, "") for text in TEXTS])
     for output in (tmp_path, tmp_path / "nowhere/o.csv"):
