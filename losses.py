@@ -32,6 +32,8 @@ def select_clean(label, confidence, beta, rho=0.7, tau_g=0.9, use_dr=True, use_q
         raise ValueError(f"confidence must have shape ({N},) and hold no NaN, nor anything below 0")
     if beta.ndim != 1 or not (beta >= 0).all() or N and not 0 <= label.min() <= label.max() < len(beta):
         raise ValueError(f"beta must have shape (K,) with every label in 0..K-1, and hold no NaN, got {tuple(beta.shape)}")
+    if use_dr and not rho >= 0 or use_qr and tau_g != tau_g:
+        raise ValueError(f"rho must be 0 or more and tau_g a number, got {rho} and {tau_g}")
     if not use_dr and not use_qr:
         return torch.ones(N, dtype=torch.bool, device=label.device)
     clean = torch.zeros(N, dtype=torch.bool, device=label.device)

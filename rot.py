@@ -84,14 +84,17 @@ def moving_average_marginal(beta, log_p, mu=0.9, reduce=None):
     """MOT's class distribution (Sec. 4.3): mu * beta + (1 - mu) * v, v_j the share of rows whose largest log_p is j.
 
     beta: (K,) the last one, float64. log_p: (N, K), this process's rows. mu: between 0 and 1. Returns (K,) float64, the prior
-    for relaxed_ot(..., penalty="equality"). Raises ValueError for a mu or a shape that cannot be.
+    for relaxed_ot(..., penalty="equality"). Raises ValueError for a mu or a shape that cannot be, NaN, and no rows.
     """
     if not 0 <= mu <= 1:
         raise ValueError(f"mu must lie between 0 and 1, got {mu}")
     if log_p.ndim != 2 or beta.shape != log_p.shape[1:]:
         raise ValueError(f"beta must have shape (K,) and log_p (N, K), got {tuple(beta.shape)} and {tuple(log_p.shape)}")
     v = torch.bincount(log_p.argmax(1), minlength=log_p.shape[1]).double()
+    v[0] += math.nan if torch.isnan(log_p).any() else 0.0  # so that every process hears of it
     v = v if reduce is None else reduce(v)
+    if not v.sum() > 0:
+        raise ValueError("log_p holds NaN, or no rows at all")
     return mu * beta + (1 - mu) * v / v.sum()
 
 

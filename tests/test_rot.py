@@ -1,3 +1,4 @@
+import math
 import subprocess
 import sys
 import warnings
@@ -317,6 +318,12 @@ def test_newton_and_sinkhorn_agree_and_newton_needs_few_steps():
 def test_moving_average_marginal_names_what_is_wrong(beta, mu, name):
     with pytest.raises(ValueError, match=name):
         moving_average_marginal(beta, torch.zeros(4, 2), mu)
+
+
+@pytest.mark.parametrize("log_p", [torch.zeros(0, 2), torch.tensor([[0.0, math.nan], [0, -1]])])
+def test_moving_average_marginal_needs_rows_that_have_a_largest_score(log_p):
+    with pytest.raises(ValueError, match="NaN, or no rows"):
+        moving_average_marginal(torch.ones(2) / 2, log_p)
 
 
 def test_moving_average_marginal():
