@@ -10,6 +10,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
 from safetensors import SafetensorError
@@ -133,7 +134,7 @@ def load_masked_lm(name):
         layers = model.base_model.encoder.layer
         layers[-1].attention.self.query, layers[-1].attention.output, layers[-1].intermediate, (
             layers[-1].output, model.base_model.embeddings.position_embeddings)
-    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as err:
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError, RuntimeError, EOFError, UnpicklingError) as err:
         reason = str(err).strip().split("\n")[0]
         raise UserError(f"--encoder {name} cannot be loaded ({reason[:120]}): pass --encoder minilm, which comes with "
                         "requirements.txt, or the path of a downloaded model folder") from None

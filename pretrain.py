@@ -14,6 +14,7 @@ import datetime
 import hashlib
 import math
 import os
+import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -91,6 +92,19 @@ def load_checkpoint(path):
     except Exception as err:
         reason = str(err).strip().split("\n")[0]
         raise UserError(f"{path} is damaged ({reason[:80]}): delete it and run the same command again") from None
+
+
+def commit():
+    """The commit of this checkout, with + behind it when files differ; empty outside git."""
+    ask = ["git", "describe", "--always", "--dirty=+", "--abbrev=12"]
+    try:
+        said = subprocess.run(ask, cwd=Path(__file__).parent, capture_output=True, text=True)
+    except OSError:
+        return ""
+    return said.stdout.strip()
+
+
+COMMIT = commit()  # asked as the code is loaded: at the end of a long run the checkout may be another one
 
 
 def save_checkpoint(path, **state):
@@ -536,8 +550,9 @@ def joint_step(loss, optimizer, where, rows):
         if dist.is_initialized():
             parts = [None] * dist.get_world_size()
             dist.all_gather_object(parts, rows.tolist())
-        raise UserError(f"a gradient is not finite in {where}, at lr {optimizer.param_groups[0]['lr']:.1e}, training rows "
-                        f"{sorted({*sum(parts, [])})}: try a smaller --lr or --dtype float32; the last finished epoch is saved")
+        raise UserError(f"a gradient is not finite in {where}, at lr {optimizer.param_groups[0]['lr']:.1e}: try a smaller --lr "
+                        "or --dtype float32; finished epochs are saved. Training rows of the batch: "
+                        f"{sorted({*sum(parts, [])})}")
     for p, g in zip(parameters, flat.split([p.numel() for p in parameters])):
         p.grad = g.view_as(p)
     nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -549,8 +564,8 @@ def check_weights(optimizer, where):
     parameters = [p.detach() for group in optimizer.param_groups for p in group["params"] if p.numel()]
     largest = float(torch.stack([p.abs().max() for p in parameters]).max())  # Python's own max may pass over a nan
     if not largest < 1e6:
-        raise UserError(f"a weight of {largest:.0e} after {where}: try a smaller --lr or --dtype float32; the last finished "
-                        "epoch before it is saved")
+        raise UserError(f"a weight of {largest:.0e} after {where}: try a smaller --lr or --dtype float32; epochs finished "
+                        "before it are saved")
 
 
 # ---- pre-training ----
@@ -690,7 +705,8 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
     for stale in out.glob("kmeans_*.npy"):  # of the features before; train_imbanid.py keeps them from one run to the next
         stale.unlink()
     config["weights"] = weights_sha256(best["last_layer"].values())[:12]  # for what starts from it: settings do not tell
-    save_checkpoint(done, **best, config=config, log=log, seconds=seconds, processes=world)  # each draws its own masks
+    save_checkpoint(done, **best, config=config, log=log, seconds=seconds, commit=COMMIT,
+                    processes=world)  # each draws its own masks
     part.unlink(missing_ok=True)
     kept = (f"kept epoch {best['epoch']} with dev loss {best['dev_loss']:.4f} and accuracy {best['dev_accuracy']:.2f}"
             if tells else "no dev rows of two classes to choose by")

@@ -19,7 +19,6 @@ import os
 import platform
 import re
 import resource
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -50,6 +49,7 @@ from make_lt_data import (
 )
 from metrics import cluster_metrics
 from pretrain import (
+    COMMIT,
     appendix_e,
     check_same_epoch,
     check_weights,
@@ -212,21 +212,11 @@ def versions():
             "numpy": np.__version__, "scikit-learn": sklearn.__version__}
 
 
-def commit():
-    """The commit of this checkout, with + behind it when files differ; empty outside git."""
-    ask = ["git", "describe", "--always", "--dirty=+", "--abbrev=12"]
-    try:
-        said = subprocess.run(ask, cwd=Path(__file__).parent, capture_output=True, text=True)
-    except OSError:
-        return ""
-    return said.stdout.strip()
-
-
 def save_run(out, arrays, results):
     """Write a finished run: {name: array} as <name>.npy, then results.json, which says that it is finished."""
     for name, value in arrays.items():
         write_atomic(out / f"{name}.npy", lambda f, value=value: np.save(f, value))
-    results |= {"peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, "commit": commit(),
+    results |= {"peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, "commit": COMMIT,
                 "threads": torch.get_num_threads(), "versions": versions()}
     clean = json.loads(json.dumps(results), parse_constant=lambda name: None)  # a group without rows: null, not NaN
     write_atomic(out / "results.json", json.dumps(clean, indent=1) + "\n")
@@ -239,6 +229,8 @@ def read_finished(out, config, restart):
         results = json.loads(path.read_text()) if path.exists() else None
     except ValueError:
         raise UserError(f"{path} is damaged: delete it and run the same command again") from None
+    if results and results["method"] != config.get("method", "imbanid"):
+        raise UserError(f"{out}/ belongs to a run of {results['method']}: choose another --tag")
     if not results or not same_config(results["config"], config, path, restart):
         return None
     if first_process():
@@ -378,7 +370,7 @@ def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, 
 
     def lap(stage):
         clock.append(time.time())
-        seconds[stage] = clock[-1] - clock[-2]
+        seconds[stage] = seconds.get(stage, 0.0) + clock[-1] - clock[-2]
 
     label = {split: torch.from_numpy(labels[split]).to(device) for split in ("train", "dev")}
     encoder = Encoder(pre["config"]["encoder"], pre["config"]["max_length"], device, pick_dtype(args.dtype, device),
@@ -394,6 +386,7 @@ def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, 
     load_last_layer(encoder, pre)
     z["pretrained"] = unit_features("train", "dev", "test")  # dev for the number of classes
     found = find_checkpoint(out, config, args.restart, rank, world, device)
+    seconds |= found["seconds"] if found else {}  # what killed runs have spent
     K = len(found["head"]) if found else resolve_num_classes(args, z["pretrained"], label, meta, rank)
     lap("features")
 
@@ -406,12 +399,11 @@ def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, 
     head = nn.Parameter(sum_over_ranks(head))
     lap("seeding")
 
-    epoch, before, assign = run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, rank, world)
+    epoch, assign = run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, seconds, rank, world)
     pseudo_label, confidence, transport, _ = assign()
     pseudo_label, confidence = (gather_rows(x, len(label["train"])).cpu().numpy() for x in (pseudo_label, confidence))
     z["final"] = unit_features("train", "test")
     lap("train")
-    seconds["train"] += before
     if rank > 0:
         return
     arrays = {"pseudo_label": pseudo_label, "confidence": confidence, "beta": transport.beta.cpu().numpy(),
@@ -446,11 +438,11 @@ def find_checkpoint(out, config, restart, rank, world, device):
     return found
 
 
-def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, rank, world):
+def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, seconds, rank, world):
     """The loop of the module docstring, from the checkpoint `found` on where there is one.
 
-    tokens, hidden: {split: Packed}, this process's rows. label: {"train", "dev"}, all processes' rows.
-    Returns the last epoch's number, the seconds that killed runs had spent, and assign(): the pseudo-labels as they are now.
+    tokens, hidden: {split: Packed}, this process's rows. label: {"train", "dev"}, all processes' rows. seconds: {stage: spent
+    so far}, for the checkpoint. Returns the last epoch's number and assign(): the pseudo-labels as they are now.
     """
     N, K, labelled = len(label["train"]), len(head), label["train"] >= 0
     steps = math.ceil(N / args.batch_size)
@@ -460,13 +452,13 @@ def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, r
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: 0.5 + 0.5 * math.cos(math.pi * step / (steps * epochs)))
     lambda2 = args.lambda2 or (2.0 if args.gamma > 1 else 7.0)
-    start, before, epoch, log, view = time.time(), 0.0, 0, [], None
+    start, epoch, log, view = time.time(), 0, [], None
     potential, marginal = None, torch.full((K,), 1 / K, dtype=torch.float64, device=encoder.device)
     if found:
         load_last_layer(encoder, found)
         optimizer.load_state_dict(found["optimizer"])
         schedule.load_state_dict(found["schedule"])
-        epoch, log, before = found["epoch"], found["log"], found["seconds"]
+        epoch, log = found["epoch"], found["log"]
         potential, marginal = found["potential"].to(encoder.device), found["marginal"].to(encoder.device)
 
     def assign():
@@ -506,10 +498,10 @@ def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, r
                             head=head.detach().cpu(),
                             optimizer=optimizer.state_dict(), schedule=schedule.state_dict(), epoch=epoch, log=log,
                             potential=potential.cpu(), marginal=marginal.cpu(), config=config,
-                            seconds=before + time.time() - start)
+                            seconds=seconds | {"train": seconds.get("train", 0.0) + time.time() - start})
             bar.update()
             bar.set_postfix(dev=f"{right / max(1, len(label['dev'])):.1%}", clean=f"{log[-1]['clean']:.2f}")
-    return epoch, before, assign
+    return epoch, assign
 
 
 if __name__ == "__main__":

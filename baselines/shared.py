@@ -8,7 +8,8 @@ Reads   data/<run>/                  (make_lt_data.py)
         out/<run>/pretrain.pt        (pretrain.py) where the method pre-trains with CE + MLM; made if it is missing
 Writes  out/<run>_<method>/          last.pt  log.jsonl  results.json  pseudo_label.npy  confidence.npy  beta.npy
                                      train_feature.npy  test_feature.npy  test_pred.npy, as train_imbanid.py does, and
-                                     pretrain.pt where the method has a pre-training of its own
+                                     pretrain.pt where the method has a pre-training of its own; kmeans.py, which does
+                                     not train, leaves out the first two
 
 All methods have the same encoder of which the last layer trains, the same splits, and K, the number of classes, given. A
 method ends with centres fitted on the training rows; a test row gets the nearest one (protocol C), and k-means on the test
@@ -131,8 +132,9 @@ def pre_trained(args, path, data):
         pretrain.main(pretrain.Args(**{k: v for k, v in asdict(args).items() if k in Flags.__dataclass_fields__
                                        and k in pretrain.Args.__dataclass_fields__}))
     pre = pretrain.open_pretrained(path, data)
-    if pre["config"]["encoder"] != args.encoder:
-        raise UserError(f"{path} was made with --encoder {pre['config']['encoder']}: pass that, or another --out_dir")
+    for flag in ("encoder", "max_length"):
+        if pre["config"][flag] != getattr(args, flag):
+            raise UserError(f"{path} was made with --{flag} {pre['config'][flag]}: pass that, or another --out_dir")
     return pre
 
 
@@ -230,7 +232,7 @@ def train(run, stage, heads, batch_loss, *, epochs, batch_size, lr, rows=None, b
     def step(loss):
         if not torch.isfinite(loss):
             raise UserError(f"the loss is {loss.item()} in epoch {memory['epoch']} of {stage}: try a smaller --lr or --dtype "
-                            "float32; the last finished epoch is saved")
+                            "float32; finished epochs are saved")
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, 1.0)

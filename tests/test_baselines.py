@@ -302,9 +302,14 @@ def test_bad_flags_end_in_one_line(tiny_flags, tiny_run):
     method("clnn", **{**tiny_flags, "epochs": 1, "tag": "first"})
     with pytest.raises(shared.UserError, match="other settings"):
         method("clnn", **{**tiny_flags, "epochs": 1, "tag": "first", "topk": 3})
-    with pytest.raises(shared.UserError, match="--encoder"):
-        method("dpn", **{**tiny_flags, "encoder": "minilm", "tag": "other"})
-    finished = shared.Path(tiny_flags["out_dir"]) / "demo_g4_s0_clnn_first/results.json"
+    for flag, value in (("encoder", "minilm"), ("max_length", 16)):
+        with pytest.raises(shared.UserError, match=f"--{flag}"):
+            method("dpn", **{**tiny_flags, flag: value, "tag": "other"})
+    one_line_error(script("train_imbanid.py", *tiny_run[0], "--tag", "clnn_first", ok=False), "run of clnn", "--tag")
+    method("gcd", **{**tiny_flags, "epochs": 1, "tag": "first"})
+    finished = shared.Path(tiny_flags["out_dir"]) / "demo_g4_s0_gcd_first/results.json"
     with pytest.raises(shared.UserError, match="max_length"):
-        method("clnn", **{**tiny_flags, "epochs": 1, "tag": "first", "max_length": 2}, restart=True)
+        method("gcd", **{**tiny_flags, "epochs": 1, "tag": "first", "max_length": 2}, restart=True)
     assert finished.exists(), "what was refused has replaced nothing"
+    method("kmeans", **{k: v for k, v in tiny_flags.items() if k not in ("batch_size", "epochs")}, tag="first")
+    one_line_error(script("predict.py", finished.parent.with_name("demo_g4_s0_kmeans_first"), ok=False), "no cluster head")

@@ -498,7 +498,7 @@ def test_a_loss_that_is_not_finite_says_where(tiny_run, tiny_encoder, tmp_path, 
     flags = ("--tag", "nan") if name == "train_imbanid.py" else ("--encoder", tiny_encoder, "--out_dir", tmp_path)
     settings = TINY_TRAIN if name == "train_imbanid.py" else TINY_PRETRAIN
     done = script(name, *task, *settings, *flags, "--lr", 1e30, "--head_lr", 1e30, ok=False)
-    one_line_error(done, "not finite", "epoch 1", "step", "lr", "training rows [")
+    one_line_error(done, "not finite", "epoch 1", "step", "lr", "Training rows of the batch: [")
     # One step an epoch: its gradient is finite, what it leaves is not.
     done = script(name, *task, *settings, *flags, "--lr", 1e30, "--head_lr", 1e30, "--batch_size", 4096, ok=False)
     one_line_error(done, "a weight of", "after epoch 1", "--lr")
@@ -514,6 +514,10 @@ def test_skip_refuse_and_restart(tiny_run, capsys):
     one_line_error(script("train_imbanid.py", *task, *TINY_TRAIN, "--tag", "again", "--omega", 0.3, ok=False), "omega", "--tag")
     one_line_error(script("train_imbanid.py", *task, *TINY_TRAIN, "--tag", "again", "--dtype", "bfloat16", ok=False), "dtype")
     assert train(task, "--tag", "again", "--omega", 0.3, "--restart")[0]["config"]["omega"] == 0.3
+    first, out = train(task, "--tag", "again", "--omega", 0.3)
+    (out / "results.json").unlink()  # as if it had been killed after its last epoch
+    spent = train(task, "--tag", "again", "--omega", 0.3)[0]["seconds"]
+    assert all(spent[stage] > first["seconds"][stage] for stage in ("features", "seeding"))
     one_line_error(script("train_imbanid.py", *task, *TINY_TRAIN, "--tag", "k50", ok=False), "--tag k50", "other ratios")
 
 
@@ -702,8 +706,13 @@ def test_settings_of_the_pre_training_that_differ_are_named():
     assert pretrain.same_config(old, new, "last.pt", True) is False
 
 
-def test_an_encoder_that_is_not_there(tiny_run, tmp_path):
+def test_an_encoder_that_is_not_there_or_damaged(tiny_run, tiny_encoder, tmp_path):
     task = (*tiny_run[0][:-1], tmp_path)
+    damaged = shutil.copytree(tiny_encoder, tmp_path / "damaged")
+    (damaged / "model.safetensors").unlink()
+    torch.save({"bert.embeddings.word_embeddings.weight": torch.ones(9000, 32)}, damaged / "pytorch_model.bin")
+    os.truncate(damaged / "pytorch_model.bin", 10_000)
+    one_line_error(script("pretrain.py", *task, "--encoder", damaged, ok=False), "--encoder", "cannot be loaded")
     offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}  # nor what a user has in the cache
     for name in (tmp_path / "nothing", "bert-base-uncased"):
         one_line_error(script("pretrain.py", *task, "--encoder", name, ok=False, env=offline), "--encoder", "minilm")
