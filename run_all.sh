@@ -78,21 +78,26 @@ if [ "$method" != imbanid ]; then
     tag=_$method$tag
 fi
 
-# A wrong flag is said now, and not after the pre-training.
-if [ ${#train[@]} -gt 0 ]; then
-    python -c '
+# A wrong flag is said now, and not after the pre-training; a number of classes that does not fit the data, once they are there.
+check='
 import importlib, sys
-from make_lt_data import parse_args, run_script
-stage = importlib.import_module(sys.argv[1])
-sys.argv[:2] = [sys.argv[1].split(".")[-1] + ".py"]
-run_script(lambda words: getattr(stage, "check_flags", id)(parse_args(stage.Args, words)))' "$module" "${train[@]}" >&2
-fi
+from make_lt_data import open_run, parse_args, run_script
+stage, data = importlib.import_module(sys.argv[1]), sys.argv[2]
+sys.argv[:3] = [sys.argv[1].split(".")[-1] + ".py"]
+def check(words):
+    args = parse_args(stage.Args, words)
+    getattr(stage, "check_flags", id)(args)
+    if data:
+        stage.wanted_classes(args, open_run(args)[-1])
+run_script(check)'
+if [ ${#train[@]} -gt 0 ]; then python -c "$check" "$module" "" "${train[@]}" >&2; fi
 
 folders=()
 for seed in $seeds; do
     task=(--dataset "$dataset" --gamma "$gamma" --seed "$seed" --known_ratio "${KNOWN_RATIO:-0.75}")
     # raw corpus or table -> data/<run>/
     python make_lt_data.py "${task[@]}" --raw_dir "$raw" ${make[@]+"${make[@]}"}
+    case "$method ${train[*]-}" in "imbanid "*--num_classes*) python -c "$check" "$module" data "${task[@]}" "${train[@]}" >&2 ;; esac
     # data/<run>/ -> out/<run>/pretrain.pt
     if [ "$method" = imbanid ]; then "${launch[@]}" pretrain.py "${task[@]}" --encoder "$encoder" ${pre[@]+"${pre[@]}"}; fi  # a compared method runs it if it needs it
     # data/<run>/ and out/<run>/pretrain.pt -> out/<run>/results.json and what belongs to it
@@ -102,11 +107,7 @@ for seed in $seeds; do
     folders+=("out/$run$tag")
     if [ -n "$own" ]; then
         # out/<run>/ -> clusters.csv, assignments.csv, then the figures and report.html
-        if [ ! -f "out/$run$tag/clusters.csv" ] || [ ${#name[@]} -gt 0 ]; then  # its names may have been edited
-            python predict.py "out/$run$tag" ${name[@]+"${name[@]}"}
-        else
-            echo "out/$run$tag/clusters.csv is there already: kept (delete it for a new one)"
-        fi
+        python predict.py "out/$run$tag" ${name[@]+"${name[@]}"}
         python figures.py "out/$run$tag"
     fi
 done

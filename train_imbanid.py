@@ -72,6 +72,8 @@ from pretrain import (
 )
 from rot import RotResult, moving_average_marginal, relaxed_ot
 
+ESTIMATES = ("true", "auto", "appendix_e")  # what --num_classes may be beside a number
+
 
 @dataclass
 class Args:
@@ -276,6 +278,8 @@ def wanted_classes(args, meta):
         most = min(most, meta["num_test"])  # k-means is fitted on either
     if wanted == "true" and meta["num_classes"]:
         wanted = str(meta["num_classes"])
+    if wanted == "auto" and "own" in meta and meta["num_unlabelled"] == meta["num_dev"]:  # the dev texts have labels too
+        return meta["num_known"], most
     if wanted == "appendix_e" and not (meta["num_known"] or args.max_classes):
         raise UserError("--num_classes appendix_e needs known classes, or --max_classes")
     if wanted in ("auto", "appendix_e"):
@@ -298,8 +302,10 @@ def resolve_num_classes(args, z, label, meta, rank):
               estimate_num_classes(z["train"], label["train"], z["dev"], label["dev"], seeding(args, meta), args.seed))
         K.clamp_(max=most)
         print(f"estimated number of classes: {int(K)}" + (
-            f" (the benchmark has {meta['num_classes']})" if meta["num_classes"] else "; --num_classes sets it" if
-            meta["num_known"] >= 20 else ", a guess with so few known classes: --num_classes sets it"))
+            f" (the benchmark has {meta['num_classes']})" if meta["num_classes"] else
+            ", no more than are known: --num_classes N looks for more" if int(K) == meta["num_known"] else
+            "; --num_classes sets it" if meta["num_known"] >= 20 else
+            ", a guess with so few known classes: --num_classes sets it"))
     return int(sum_over_ranks(K))
 
 
@@ -336,6 +342,8 @@ def check_flags(args):
                    "kappa", "cache_gb")
     check_zero_or_more(args, "lambda2", "label_weight", "swaps", "max_classes", "min_cluster")
     check_shares(args, "omega", "rho", "tau_g", "replace_rate")
+    if args.num_classes not in ("", *ESTIMATES) and not args.num_classes.isdecimal():
+        raise UserError(f"--num_classes {args.num_classes}: pass a number, or {', '.join(ESTIMATES)}")
     if not 0 < args.mu < 1:
         raise UserError(f"--mu {args.mu} must be between 0 and 1")
     if args.batch_size < int(os.environ.get("WORLD_SIZE", 1)):

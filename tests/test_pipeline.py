@@ -2,6 +2,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -34,6 +35,12 @@ def test_usage_and_bad_input():
     assert done.returncode == 2 and "usnid" in done.stderr and "shared" not in done.stderr
     done = run_all("demo", "10", "--omga", "0.3")  # before anything is trained
     assert done.returncode == 2 and "train_imbanid.py: unrecognized arguments: --omga" in done.stderr and not done.stdout
+    done = run_all("demo", "10", "--num_classes", "many")
+    assert done.returncode == 2 and "--num_classes many" in done.stderr and not done.stdout
+    shutil.rmtree(REPO / "out/demo_g7_s7", ignore_errors=True)
+    done = run_all("demo", "7", "--num_classes", "5000", SEED="7")
+    assert done.returncode == 2 and "--num_classes 5000" in done.stderr and not (REPO / "out/demo_g7_s7").exists()
+    shutil.rmtree(REPO / "data/demo_g7_s7")
     done = run_all("demo", "10", "--method", "clnn", "--omega", "0.3")
     assert done.returncode == 2 and done.stderr.startswith("clnn.py: unrecognized arguments: --omega")
     for processes in ("abc", "0", "1.5"):
