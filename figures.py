@@ -567,17 +567,17 @@ def setting_bars(found, key):
 def report(run, pictures):
     """The text of report.html. pictures: {path of a PNG: its caption}."""
     folder = run["folder"]
-    if not (folder / "clusters.csv").exists():
-        raise UserError(f"run `python predict.py {folder}` first, which writes clusters.csv")
+    if not ((folder / "clusters.csv").exists() and (folder / "assignments.csv").exists()):
+        raise UserError(f"run `python predict.py {folder}` first, which writes clusters.csv and assignments.csv")
     with open_table(folder / "clusters.csv") as f:  # as somebody's spreadsheet may have left it
         clusters = [{key: value[:300] for key, value in line.items()} for line in records(f, folder / "clusters.csv")]
     train_row, place = np.load(folder / "train_row.npy"), {line["id"]: i for i, line in enumerate(clusters)}
     rows = np.flatnonzero(train_row >= 0)
     chosen, xy = tsne(np.load(folder / "train_feature.npy", mmap_mode="r"), train_row[rows])
     xy = dict(zip(rows[chosen].tolist(), xy.round(4).tolist()))
-    with open(folder / "assignments.csv", encoding="utf-8-sig", newline="") as f:
+    with open_table(folder / "assignments.csv") as f:
         points = [[*xy[row], place[line["cluster"]], line["text"][:300], line["confidence"]]
-                  for row, line in enumerate(csv.DictReader(f)) if row in xy and line["cluster"] in place]
+                  for row, line in enumerate(records(f, folder / "assignments.csv")) if row in xy and line["cluster"] in place]
     known = sum(line["known"] == "yes" for line in clusters)
     facts = {"rows": f"{sum(int(line['size']) for line in clusters):,}", "known intents": known,
              "new intents": len(clusters) - known, "encoder": html.escape(Path(run["encoder"]).name), "epochs": run["epochs"],
@@ -598,7 +598,8 @@ def attempt(path, build, *given):
         made = build(*given)
     except (UserError, OSError, ValueError, KeyError, IndexError, EOFError, csv.Error) as err:
         known = isinstance(err, (UserError, OSError))
-        print(f"{path} left out: {err if known else f'a file it needs is damaged or of another run ({err!r})'}")
+        kept = ", an older one stays" if path.exists() else ""
+        print(f"{path} left out{kept}: {err if known else f'a file it needs is damaged or of another run ({err!r})'}")
         return False
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, made if isinstance(made, str) else lambda f: made.savefig(f, format="png", dpi=150))

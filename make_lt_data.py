@@ -85,6 +85,7 @@ TASK = ("dataset", "gamma", "seed", "known_ratio", "labeled_ratio")  # what tell
 TABLES = (".csv", ".tsv", ".jsonl", ".json")
 TEXT_NAMES = ("text", "utterance", "message", "query", "question", "sentence", "body", "content", "input", "description")
 LABEL_NAMES = ("label", "intent", "category", "class", "topic", "tag", "target")
+LIKE_NONE = ("na", "n/a", "nan", "none", "null", "nil", "-", "--", "?", "unknown", "unlabeled", "unlabelled", "tbd", "todo")
 FEWEST_TEXTS = 10
 csv.field_size_limit(2**31 - 1)  # a support ticket may be longer than the csv module's 131,072 characters
 
@@ -391,7 +392,7 @@ def records(file, path):
 
     path: its name, whose ending tells .csv, .tsv, .jsonl and .json; anything else holds one text a line.
     """
-    kind, number, reader, above, said = Path(path).suffix.lower(), 0, None, 0, None
+    kind, number, reader, above, said, begin = Path(path).suffix.lower(), 0, None, 0, None, 1
 
     def checked():
         for line in itertools.chain([first], file):
@@ -416,7 +417,9 @@ def records(file, path):
             twice = next((name for name in columns if columns.count(name) > 1), None)
             if twice is not None:
                 raise UserError(f"{path} has several columns called {twice!r}: give each a name of its own")
+            begin = reader.line_num + 1
             for row in reader:
+                begin = reader.line_num + 1  # of the next row, if the reader fails in it
                 row = row or [""] * (len(columns) == 1)  # an empty line of a one-column table is a row without text
                 if not row:
                     continue
@@ -429,7 +432,8 @@ def records(file, path):
     except UnicodeDecodeError:
         raise UserError(f"{path}: not valid UTF-8; convert the file to UTF-8 first") from None
     except csv.Error as err:
-        raise UserError(f"{path}, line {above + reader.line_num}: broken quoting ({err})") from None
+        raise UserError(f"{path}, the row that begins in line {above + begin}: broken quoting ({err}); a quote within a quoted "
+                        "text is written twice") from None
     except (ValueError, AttributeError, RecursionError) as err:
         raise UserError(f"{path}, row {number}: not a JSON object such as {{\"text\": ..., \"label\": ...}}; one a line, or a "
                         f"list [...] of them ({err})") from None
@@ -447,16 +451,23 @@ def pick_text_column(path, rows, columns, wanted=""):
     """The column with the texts: the one asked for, one with a usual name, or the one with the most letters in rows."""
     letters = {name: sum(c.isalpha() for row in rows for c in row.get(name, "")) for name in columns}
     found = pick_column(path, columns, "text_column", wanted, TEXT_NAMES, max(columns, key=letters.get, default=None))
-    if found is None or not (wanted or found.lower() in TEXT_NAMES or letters[found]):
+    if wanted or found and found.lower() in TEXT_NAMES:
+        return found
+    if found is None or not letters[found]:
         raise UserError(f"{path} has no column with text: name it with --text_column")
+    if any(re.fullmatch(r"-?\d+([.,]\d+)?", name) for name in columns):
+        raise UserError(f"{path}: its first line holds a number and is probably no header ({', '.join(columns)[:100]}): put "
+                        "one above it, such as id,text,label, or name the column of texts with --text_column")
     return found
 
 
 def read_table(path, text_column, label_column):
     """(texts, labels, text column, label column or None) of a table, stripped; a label is "" where there is none."""
-    if not path.is_file() or path.suffix.lower() not in TABLES:
+    if path.suffix.lower() not in TABLES:
         raise UserError(f"--dataset {path} is unknown: choose one of {', '.join(CORPORA)}, or a file ending in "
                         f"{', '.join(TABLES)} with a text column")
+    if not path.is_file():
+        raise UserError(f"{path} is {'no regular file' if path.exists() else 'missing'}: pass the path of your table")
     with open_table(path) as file:
         rows = list(records(file, path))
     if not rows:
@@ -472,8 +483,8 @@ def read_table(path, text_column, label_column):
         raise UserError(f"{path}: column {label_column!r} is empty in every row: pass --label_column none to cluster without "
                         "labels")
     if len(set(texts) - {""}) < FEWEST_TEXTS:
-        raise UserError(f"{path} has {len(rows)} row(s) with {len(set(texts) - {''})} different text(s): at least "
-                        f"{FEWEST_TEXTS} are needed")
+        raise UserError(f"{path} has {len(rows)} row(s) with {len(set(texts) - {''})} different text(s) in column "
+                        f"{text_column!r}: at least {FEWEST_TEXTS} are needed (--text_column chooses another column)")
     return texts, labels, text_column, label_column
 
 
@@ -507,11 +518,18 @@ def make_own_task(texts, labels, seed, dev_ratio):
     train_label[dev] = -1
 
     empty, conflicts = sum(not text for text in texts), sum(len(set(found)) > 1 for found in votes.values())
+    like_none = [name for name in names if name.casefold() in LIKE_NONE]
+    same = [alike for alike in Counter(name.casefold() for name in names).items() if alike[1] > 1]
     notes = ((empty, "row(s) without text: kept in assignments.csv, without a cluster"),
              (len(texts) - empty - len(distinct), "row(s) repeat another's text: each text is learned from once"),
              (conflicts, "text(s) with more than one label: the most frequent label counts"),
              (len(few), f"label(s) with fewer than 3 labelled texts ({', '.join(few[:5])}{', ...' if few[5:] else ''}): none "
-              "of these is kept for dev"))
+              "of these is kept for dev"),
+             (sum(c in like_none for c in chosen), f"text(s) with the label {' or '.join(like_none)}, a class like any other "
+              "here: leave the cell empty where it means that there is none"),
+             (len(same), f"label(s) written in several ways ({', '.join(name for name, _ in same[:5])}): each way is a class"),
+             (len(chosen) * all(chosen), "texts and a label for each: they are sorted into their classes, and new ones are not "
+              "looked for unless --num_classes says so"))
     for number, note in notes:
         if number:
             print(f"{number} {note}")
@@ -532,7 +550,7 @@ def own_data(args):
         if meta["raw_sha256"]["table"] != sha or meta["asked"] != asked:
             raise UserError(f"{folder} was made from another {path.name} or with other flags: remove {folder} and the folder "
                             f"{folder.name} in out/, or rename the file")
-        print(f"{folder} is there already, made from the same file: skipped")
+        print(f"{folder} is there already, {'made from the same file' if path.is_file() else f'but {path} is not'}: skipped")
         return
     texts, labels, text_column, label_column = read_table(path, args.text_column, args.label_column)
     guessed = "" if args.text_column and args.label_column else "; --text_column and --label_column choose others"

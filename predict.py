@@ -7,6 +7,9 @@ Writes  out/<run>/clusters.csv     a line a cluster: known label or proposed nam
         out/<run>/train_row.npy    the training row of each of these lines, -1 for a line without text
         or, with new texts, a table of them with their clusters: nothing in out/<run>/ changes then
 
+A clusters.csv that is there is kept, and its names are taken, which may have been edited. assignments.csv follows the
+transport, which weighs all rows at once, and the labels; new texts follow the cluster head alone, and so may differ.
+
     python predict.py out/my_utterances_s0
     python predict.py out/my_utterances_s0 --name_command 'my_llm "Name this intent in two words"'
     python predict.py out/my_utterances_s0 new.csv -o labelled.csv
@@ -28,6 +31,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import torch
 from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS, CountVectorizer
 from torch.nn.functional import normalize
 from tqdm import tqdm
@@ -54,6 +58,7 @@ STOP_WORDS = ENGLISH_STOP_WORDS.union(
     "let make got getting going say said thing things way".split())
 UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff"  # Thai, Lao, Burmese, Khmer; kana, Han
 SHOWN = 20  # typical texts that --name_command reads
+SPREADSHEETS = (".xlsx", ".xls", ".ods")
 NEW_COLUMNS = ("cluster", "name", "confidence", "second", "second_confidence", "third", "third_confidence")
 
 
@@ -153,15 +158,19 @@ def distinct(names, taken):
 
 def open_model(run):
     """(checkpoint of the last epoch, results.json) of a run folder."""
-    state = load_checkpoint(run / "last.pt")
     try:
         results = json.loads((run / "results.json").read_text())
     except (OSError, ValueError):
-        results = None
-    if results and results["method"] != "imbanid":
+        raise UserError(f"{run} is no finished run (no results.json): pass a folder that train_imbanid.py wrote") from None
+    if results["method"] != "imbanid":
         raise UserError(f"{run} is a run of {results['method']}, which has no cluster head: pass one of train_imbanid.py")
-    if state is None or results is None:
-        raise UserError(f"{run} is no finished run (no last.pt or results.json): pass a folder that train_imbanid.py wrote")
+    try:
+        state = load_checkpoint(run / "last.pt")
+    except UserError:
+        state = None
+    if state is None:
+        raise UserError(f"{run}/last.pt is missing or damaged: delete it and {run}/results.json and run train_imbanid.py for "
+                        "it again")
     return state, results
 
 
@@ -210,6 +219,8 @@ def describe(args):
     members = [np.flatnonzero(cluster == k) for k in range(K)]
     typical = [[texts[i] for i in own[np.argsort(-nearness[own], kind="stable")]] for own in members]
     titles = names[:num_known] + propose_names(words[num_known:], names[:num_known])
+    kept = {} if args.name_command or not (run / "clusters.csv").exists() else cluster_names(run, K)
+    titles = [kept.get(k, title) for k, title in enumerate(titles)]
     if args.name_command:
         asked = [ask_for_name(args.name_command, words[k], typical[k][:SHOWN], titles[k]) if typical[k] else titles[k]
                  for k in tqdm(range(num_known, K), desc="naming", disable=not sys.stderr.isatty())]
@@ -223,46 +234,53 @@ def describe(args):
               f"{100 * sure[k]:.1f}", ", ".join(words[k]), *(typical[k] + [""] * EXAMPLES)[:EXAMPLES]]
              for k in order if size[k] or k < num_known]
     header = ["id", "known", "name", "size", "share", "confidence", "keywords", *(f"example_{n + 1}" for n in range(EXAMPLES))]
-    write_atomic(run / "clusters.csv", csv_bytes(header, lines))
+    if not kept:
+        write_atomic(run / "clusters.csv", csv_bytes(header, lines))
     write_atomic(run / "assignments.csv", csv_bytes(("row", "text", "label", "cluster", "name", "confidence"), (
         [n + 1, texts[i], names[given[i]] if given[i] >= 0 else "", cluster[i], titles[cluster[i]],
          f"{100 * confidence[i]:.1f}"] if i >= 0 else [n + 1, "", "", "", "", ""] for n, i in enumerate(row.tolist()))))
     write_atomic(run / "train_row.npy", lambda f: np.save(f, row))
     new = [line for line in lines if line[1] == "no"]
-    print(f"{num_known} known clusters and {len(new)} new ones; the largest new ones:")
+    print(f"{num_known} known clusters and {len(new)} new ones{'; the largest new ones:' if new else ''}")
     for line in new[:10]:
         print(f"{line[3]:7} rows  {line[5]:>5} %  {line[2][:40]:40}  {' '.join(line[7].split())[:70]}")
-    print(f"written to {run}/clusters.csv and assignments.csv; python figures.py {run} draws report.html")
+    said = f"written to {run}/assignments.csv with the names of clusters.csv (delete that for new ones)" if kept else (
+        f"written to {run}/clusters.csv and assignments.csv")
+    print(f"{said}; python figures.py {run} draws report.html")
 
 
 # ---- new texts ----
 
 class Labeller:
-    """The encoder and cluster head of a run: texts in, the three best clusters and their probabilities out."""
+    """The encoder and cluster head of a run: texts in, the three best of the given clusters and their probabilities out."""
 
-    def __init__(self, state, device, dtype):
+    def __init__(self, state, clusters, device, dtype):
         config, device = state["config"], pick_device(device)
         pre = config["pretrain"]
         self.encoder = Encoder(pre["encoder"], pre["max_length"], device, pick_dtype(dtype, device))
         load_last_layer(self.encoder, state)
         self.encoder.eval()
-        self.head, self.temperature = normalize(state["head"].to(device), dim=1), config["temperature"]
+        self.clusters, self.temperature = torch.tensor(sorted(clusters), device=device), config["temperature"]
+        self.head = normalize(state["head"].to(device)[self.clusters], dim=1)
 
     def __call__(self, texts):
         """texts: [str] (B,). Returns clusters int (B, 3) and probabilities (B, 3), best first; fewer with less classes."""
         z = normalize(self.encoder.all_features(self.encoder.trunk(self.encoder.tokenize(texts))), dim=1)
         best = (z @ self.head.T / self.temperature).softmax(1).topk(min(3, len(self.head)), dim=1)
-        return best.indices.tolist(), best.values.tolist()
+        return self.clusters[best.indices].tolist(), best.values.tolist()
 
 
 def cluster_names(run, K):
-    """{id: name} from clusters.csv."""
+    """{id: name} from clusters.csv, which holds no cluster without rows, nor one that somebody took out."""
     path = run / "clusters.csv"
     if not path.exists():
         raise UserError(f"{path} is missing: run python predict.py {run} first, which names the clusters")
     try:
         with open_table(path) as file:
-            return {k: f"cluster {k}" for k in range(K)} | {int(line["id"]): line["name"] for line in records(file, path)}
+            names = {int(line["id"]): line["name"] for line in records(file, path)}
+        if not names or not names.keys() <= set(range(K)):
+            raise ValueError(f"ids go from 0 to {K - 1}")
+        return names
     except (KeyError, ValueError) as err:
         raise UserError(f"{path} has no column id with numbers and name ({err}): remove it and run python predict.py "
                         f"{run}") from None
@@ -288,6 +306,8 @@ def label_file(args):
     if not stdin and not Path(args.input).is_file():
         raise UserError(f"{args.input} is {'no regular file' if Path(args.input).exists() else 'missing'}: pass a .csv, .tsv "
                         "or .jsonl file, a file of lines, or - for stdin")
+    if Path(args.input).suffix.lower() in SPREADSHEETS:
+        raise UserError(f"{args.input} is a spreadsheet's own file: save it as CSV in UTF-8")
     regular = output.is_file() or not output.exists()  # not /dev/null and the like
     if regular:
         output = Path(os.path.realpath(output))  # what a link points to, and not the link, is replaced
@@ -307,7 +327,7 @@ def label_file(args):
                 columns = list(dict.fromkeys(key for row in records(whole, args.input) for key in row))
         wanted = args.text_column or (results.get("text_column") if results.get("text_column") in columns else "")
         text_column = pick_text_column(args.input, sample, columns if wanted else seen, wanted)
-        labeller = Labeller(state, args.device, args.dtype)
+        labeller = Labeller(state, names, args.device, args.dtype)
         if args.output == "-":
             out = stack.enter_context(io.TextIOWrapper(sys.stdout.buffer, "utf-8", newline="", write_through=True))
         else:
@@ -352,7 +372,7 @@ def main(words):
     parser.add_argument("--dtype", default="auto", help="float32, bfloat16, or auto: bfloat16 where it is native (default)")
     parser.error = lambda message: (_ for _ in ()).throw(UserError(f"{message}; --help lists the flags"))
     args = parser.parse_args(words)
-    if Path(args.output).suffix.lower() in (".tsv", ".json", ".jsonl"):
+    if Path(args.output).suffix.lower() in (".tsv", ".json", ".jsonl", *SPREADSHEETS):
         raise UserError(f"--output {args.output}: what is written is CSV: choose a name that ends in .csv")
     if args.batch_size < 1:
         raise UserError(f"--batch_size {args.batch_size} must be 1 or more")

@@ -110,16 +110,17 @@ def test_bad_tables_end_in_one_line(tmp_path):
         assert not (tmp_path / "data").exists()
 
     rows = "\n".join(f"{text},a" for text in TEXTS)
-    check("missing.csv", None, "unknown", ".csv")
+    check("missing.csv", None, "missing.csv is missing")
     check("notes.txt", "text\nhello", "unknown", ".csv")
     check("empty.csv", "", "empty")
     check("header.csv", "text,label\n", "header")
     check("one.csv", "text,label\nhello there,a\n", "1 different text")
-    check("same.csv", "text,label\n" + "hello there,a\n" * 30, "30 row(s) with 1 different")
+    check("same.csv", "text,label\n" + "hello there,a\n" * 30, "30 row(s) with 1 different", "'text'", "--text_column")
+    check("bare.csv", "17,open the door,a\n" + "\n".join(f"{n},{text},a" for n, text in enumerate(TEXTS)), "no header", "17")
     check("numbers.csv", "a,b\n" + "1,2\n" * 30, "no column with text")
     check("nolabel.csv", "text,label\n" + "\n".join(f"{text}," for text in TEXTS), "label", "empty in every row", "none")
     check("column.csv", "text,label\n" + rows, "--text_column body", "text, label", flags=("--text_column", "body"))
-    check("quote.csv", 'text,label\n"open the door,a\n' + rows, "quot")
+    check("quote.csv", 'text,label\n' + rows + '\n"shut\nit",a\n"open the door,a\n' + rows, "begins in line 16:", "quot")
     check("cells.csv", "text,label\n" + rows + "\nopen, or not,a\n", "line 14", "3 cell(s)")
     check("above.csv", "\n\ntext,label\n" + rows + "\nopen, or not,a\n", "line 16", "3 cell(s)")
     check("nul.csv", "text,label\n" + rows + "\nop\0en,a\n", "NUL")
@@ -134,6 +135,16 @@ def test_bad_tables_end_in_one_line(tmp_path):
     check("t.csv", "text,label\n" + rows, "dev_ratio", flags=("--dev_ratio", 1))
 
 
+def test_labels_that_may_not_be_meant_are_counted(capsys):
+    rows = [(f"{text} {n}", label) for n, label in enumerate(("Card", "card", "N/A", "nan", "")) for text in TEXTS]
+    make_own_task(*map(list, zip(*rows)), 0, 0.2)
+    said = capsys.readouterr().out
+    assert f"{2 * len(TEXTS)} text(s) with the label N/A or nan" in said and "1 label(s) written in several ways (card)" in said
+    assert "a label for each" not in said
+    make_own_task(TEXTS, ["a", "b"] * (len(TEXTS) // 2) + ["a"] * (len(TEXTS) % 2), 0, 0.2)
+    assert capsys.readouterr().out.startswith(f"{len(TEXTS)} texts and a label for each")
+
+
 def test_names_of_runs_and_changed_tables(tmp_path):
     assert run_name("/a/b c/My Table.v2.csv", 10, 3) == run_name("My_Table_v2", 5, 3) == "My_Table_v2_s3"
     for name, run in (("clinc.csv", "clinc_own_s0"), ("demo_g10.csv", "demo_g10_own_s0"), ("a.json.csv", "a_json_s0")):
@@ -146,6 +157,8 @@ def test_names_of_runs_and_changed_tables(tmp_path):
     one_line_error(script("make_lt_data.py", *flags, "--dev_ratio", 0.5, ok=False), "other flags", "remove")
     table(path, [(text + "!", "a") for text in TEXTS])
     one_line_error(script("make_lt_data.py", *flags, ok=False), "another t.csv", "remove")
+    path.unlink()
+    assert f"but {path} is not: skipped" in script("make_lt_data.py", *flags).stdout
 
 
 def test_records_read_on_as_they_are_asked_for():
@@ -384,6 +397,33 @@ def test_the_users_own_naming_program(own_run, tmp_path):
     assert (run / "clusters.csv").read_bytes() == kept
 
 
+def test_names_that_were_edited_are_kept_and_a_line_that_is_gone_gets_no_text(own_run, tmp_path):
+    folder, _, rows, _ = own_run
+    run = shutil.copytree(own_run[1], tmp_path / "my_table_s0")
+    lines = read(run / "clusters.csv")
+    first, gone = lines[:2]
+    with open(run / "clusters.csv", "w", newline="") as f:  # a column of one's own, a name of one's own, one line less
+        out = csv.DictWriter(f, [*lines[0], "owner"], delimiter=";")
+        out.writeheader()
+        out.writerows({**line, "owner": "me", "name": "MY NAME" if line is first else line["name"]}
+                      for line in lines if line is not gone)
+    edited = (run / "clusters.csv").read_bytes()
+    said = script("predict.py", run, "--data_dir", folder / "data").stdout
+    assert "with the names of clusters.csv" in said and (run / "clusters.csv").read_bytes() == edited
+    assigned = read(run / "assignments.csv")
+    assert {line["name"] for line in assigned if line["cluster"] == first["id"]} == {"MY NAME"}
+    new = table(tmp_path / "new.csv", [(text, "") for text, _, _ in rows if text])
+    script("predict.py", run, new, "-o", tmp_path / "o.csv")
+    for line in read(tmp_path / "o.csv"):
+        assert gone["name"] not in (line["name"], line["second"], line["third"]) and line["cluster"] != gone["id"]
+    (run / "clusters.csv").unlink()
+    script("predict.py", run, "--data_dir", folder / "data")
+    assert [line["name"] for line in read(run / "clusters.csv")] == [line["name"] for line in lines]
+    (run / "assignments.csv").write_bytes("row;text;label;cluster;name;confidence\n1;größe;;0;a;9\n".encode("latin-1"))
+    line, = [line for line in script("figures.py", run).stdout.splitlines() if "report.html" in line]
+    assert "left out, an older one stays" in line and "assignments.csv: not valid UTF-8" in line and len(line) < 400
+
+
 def test_bad_calls_of_predict(own_run, tmp_path, tiny_run):
     folder, run, _, _ = own_run
     one_line_error(script("predict.py", tmp_path, ok=False), "no finished run")
@@ -403,8 +443,15 @@ def test_bad_calls_of_predict(own_run, tmp_path, tiny_run):
     broken.write_text("text,n\n" + "open the door,1\n" * 3000 + 'a,b,c\n')
     one_line_error(script("predict.py", run, broken, "-o", tmp_path / "o.csv", ok=False), "line 3002")
     assert not list(tmp_path.glob("o.csv*"))
+    for name in ("o.xlsx", "o.tsv"):
+        one_line_error(script("predict.py", run, new, "-o", tmp_path / name, ok=False), "--output", "CSV")
+    (tmp_path / "new.xlsx").write_bytes(b"PK")
+    one_line_error(script("predict.py", run, tmp_path / "new.xlsx", ok=False), "CSV")
     edited = shutil.copytree(run, tmp_path / "my_table_s0")
-    for text in ("cluster,name\n0,a\n", "id,name\n,a\n"):
+    (edited / "last.pt").write_bytes(b"PK")
+    one_line_error(script("predict.py", edited, new, ok=False), "last.pt", "results.json", "train_imbanid.py")
+    shutil.copy(run / "last.pt", edited)
+    for text in ("cluster,name\n0,a\n", "id,name\n,a\n", "id,name\n99,a\n", "id,name\n"):
         (edited / "clusters.csv").write_text(text)
         one_line_error(script("predict.py", edited, new, ok=False), "clusters.csv", "id")
 
@@ -490,6 +537,7 @@ def test_tables_at_the_edge(tmp_path, tiny_encoder):
         assert "unknown to --encoder" in said or name != "few"
         assert load_checkpoint(tmp_path / f"out/{name}_s0/pretrain.pt")["epoch"] == 2
         script("train_imbanid.py", *flags, *TINY_TRAIN)
+        assert name != "full" or json.loads((tmp_path / "out/full_s0/results.json").read_text())["num_classes"] == 2
         script("predict.py", tmp_path / f"out/{name}_s0", "--data_dir", tmp_path / "data")
         found = read(tmp_path / f"out/{name}_s0/assignments.csv")
         assert all(line["name"] == label for line, (_, label) in zip(found, rows) if label)
