@@ -388,7 +388,7 @@ def silhouette_num_classes(z, num_known, args_of_seeding, seed):
     """
     label = torch.full((len(z),), -1, device=z.device)
     best, K = (-1.0, max(1, num_known)), max(4, num_known)
-    while K <= len(z) / 2 and K < 4 * best[1] + 8:  # it has a single broad peak
+    while K <= len(z) / 2 and K < 4 * best[1] + 8:  # well past its peak, which may be a flat one
         centre = seed_centres(z, label, K, 0, *args_of_seeding, seed, quiet=True)
         cluster = (z @ centre.T).argmax(1).cpu().numpy()
         if len(set(cluster)) > 1:
