@@ -175,7 +175,7 @@ def check_tag(args):
         raise UserError(f"--tag {args.tag}: it becomes part of a folder's name and must not hold a /")
 
 
-def runs(pid):
+def is_running(pid):
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -192,7 +192,7 @@ def part_of(path):
     """
     for left in path.parent.glob(f"{glob.escape(path.name)}.*.part"):
         pid = left.name.split(".")[-2]
-        if pid.isdigit() and (int(pid) == os.getpid() or not runs(int(pid))):
+        if pid.isdigit() and (int(pid) == os.getpid() or not is_running(int(pid))):
             shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
     return path.with_name(f"{path.name}.{os.getpid()}.part")
 
