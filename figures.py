@@ -13,7 +13,6 @@ Writes  out/<run>/figures/*.png and report.html; of several runs also out/figure
     python figures.py table                                                        README's tables, in Markdown
 """
 import base64
-import csv
 import html
 import json
 import math
@@ -596,7 +595,7 @@ def attempt(path, build, *given):
     """Write the picture or page that build(*given) makes and say so, or why not. Returns whether it is there."""
     try:
         made = build(*given)
-    except (UserError, OSError, ValueError, KeyError, IndexError, EOFError, csv.Error) as err:
+    except (UserError, OSError, ValueError, KeyError, IndexError, EOFError) as err:
         known = isinstance(err, (UserError, OSError))
         kept = ", an older one stays" if path.exists() else ""
         print(f"{path} left out{kept}: {err if known else f'a file it needs is damaged or of another run ({err!r})'}")

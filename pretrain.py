@@ -95,16 +95,16 @@ def load_checkpoint(path):
 
 
 def commit():
-    """The commit of this checkout, with + behind it when files differ; empty outside git."""
+    """The commit of this checkout, with + behind it when files differ; empty outside git.
+
+    To be asked as a run begins: when it ends, the checkout may be another one.
+    """
     ask = ["git", "describe", "--always", "--dirty=+", "--abbrev=12"]
     try:
         said = subprocess.run(ask, cwd=Path(__file__).parent, capture_output=True, text=True)
     except OSError:
         return ""
     return said.stdout.strip()
-
-
-COMMIT = commit()  # asked as the code is loaded: at the end of a long run the checkout may be another one
 
 
 def save_checkpoint(path, **state):
@@ -630,7 +630,7 @@ def main(args):
 def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
     """From the texts to pretrain.pt."""
     done, part = out / "pretrain.pt", out / "pretrain_part.pt"
-    start, N = time.time(), len(labels["train"])
+    start, N, code = time.time(), len(labels["train"]), commit()
     torch.manual_seed(args.seed)  # minilm comes without a language-model head: it is drawn
     encoder = Encoder(args.encoder, args.max_length, device, dtype, not args.no_cache, args.cache_gb, out)
     tokens = {split: encoder.tokenize(texts[split]) for split in ("train", "dev")}
@@ -705,8 +705,8 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
     for stale in out.glob("kmeans_*.npy"):  # of the features before; train_imbanid.py keeps them from one run to the next
         stale.unlink()
     config["weights"] = weights_sha256(best["last_layer"].values())[:12]  # for what starts from it: settings do not tell
-    save_checkpoint(done, **best, config=config, log=log, seconds=seconds, commit=COMMIT,
-                    processes=world)  # each draws its own masks
+    # The number of processes is kept because each draws its own masks.
+    save_checkpoint(done, **best, config=config, log=log, seconds=seconds, commit=code, processes=world)
     part.unlink(missing_ok=True)
     kept = (f"kept epoch {best['epoch']} with dev loss {best['dev_loss']:.4f} and accuracy {best['dev_accuracy']:.2f}"
             if tells else "no dev rows of two classes to choose by")

@@ -49,10 +49,10 @@ from make_lt_data import (
 )
 from metrics import cluster_metrics
 from pretrain import (
-    COMMIT,
     appendix_e,
     check_same_epoch,
     check_weights,
+    commit,
     estimate_num_classes,
     gather_rows,
     joint_step,
@@ -218,7 +218,7 @@ def save_run(out, arrays, results):
     """Write a finished run: {name: array} as <name>.npy, then results.json, which says that it is finished."""
     for name, value in arrays.items():
         write_atomic(out / f"{name}.npy", lambda f, value=value: np.save(f, value))
-    results |= {"peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, "commit": COMMIT,
+    results |= {"peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
                 "threads": torch.get_num_threads(), "versions": versions()}
     clean = json.loads(json.dumps(results), parse_constant=lambda name: None)  # a group without rows: null, not NaN
     write_atomic(out / "results.json", json.dumps(clean, indent=1) + "\n")
@@ -374,7 +374,7 @@ def main(args):
 
 def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, device):
     """From the features to results.json."""
-    clock, seconds = [time.time()], {"pretrain": pre["seconds"]}
+    clock, seconds, code = [time.time()], {"pretrain": pre["seconds"]}, commit()
 
     def lap(stage):
         clock.append(time.time())
@@ -426,7 +426,7 @@ def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, 
     results = {"dataset": meta["dataset"], "gamma": meta.get("gamma"), "seed": args.seed, "method": "imbanid", "tag": args.tag,
                "encoder": pre["config"]["encoder"], "epochs": epoch, "kept": {"pretrain": pre["epoch"]}, **scores,
                "num_classes": K, "processes": world, "pretrain_processes": pre.get("processes"), "seconds": seconds,
-               "config": config}
+               "commit": code, "config": config}
     save_run(out, arrays, results)
     print_results(results, out)
 

@@ -37,6 +37,7 @@ from losses import class_wise_loss, contrastive_objective, instance_wise_loss
 from make_lt_data import CORPORA, UserError, check_tag, open_run, write_atomic
 from pretrain import (
     check_weights,
+    commit,
     load_checkpoint,
     load_last_layer,
     load_trained,
@@ -92,7 +93,7 @@ class Run:
         if self.finished:
             print_results(results, self.out)
             return
-        start = time.time()
+        start, self.code = time.time(), commit()
         self.encoder = Encoder(args.encoder, args.max_length, self.device, dtype, True, args.cache_gb, self.out)
         self.tokens = {split: self.encoder.tokenize(texts[split]) for split in texts}
         self.hidden = {split: self.encoder.cache(tokens, f"reading {split}") for split, tokens in self.tokens.items()}
@@ -328,6 +329,6 @@ def finish(run, fit, dense=None):
     run.seconds["evaluate"] = time.time() - start
     results = {"dataset": run.meta["dataset"], "gamma": run.meta["gamma"], "seed": seed, "method": run.method,
                "tag": run.args.tag, "encoder": run.args.encoder, "epochs": run.epochs, "kept": run.kept, **scores,
-               "num_classes": run.K, "seconds": run.seconds, "config": run.config}
+               "num_classes": run.K, "seconds": run.seconds, "commit": run.code, "config": run.config}
     save_run(run.out, arrays, results)
     print_results(results, run.out)
