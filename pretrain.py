@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from sklearn.cluster import KMeans
-from sklearn.metrics import silhouette_score
+from sklearn.metrics import silhouette_samples
 from torch import nn
 from torch.nn.functional import cross_entropy, normalize, softplus
 from tqdm import tqdm
@@ -384,17 +384,20 @@ def splits_and_merges(z, label, dev_z, dev_label, K, args_of_seeding, seed):
 def silhouette_num_classes(z, num_known, args_of_seeding, seed):
     """The number of classes with the best silhouette on a geometric grid, for where hardly any class is known.
 
-    Nothing is made of the labels: a class held to its one labelled row, which counts for several, makes the best K anything.
+    It is the mean of the mean over rows, which the large clusters decide, and of the mean over clusters, which the many
+    small ones do. Nothing is made of the labels: a class held to its one labelled row, which counts for several, makes the
+    best K anything.
     """
     label = torch.full((len(z),), -1, device=z.device)
+    looked_at = torch.randperm(len(z), generator=torch.Generator().manual_seed(seed))[:3000].to(z.device)
     best, K = (-1.0, max(1, num_known)), max(4, num_known)
     while K <= len(z) / 2 and K < 4 * best[1] + 8:  # well past its peak, which may be a flat one
         centre = seed_centres(z, label, K, 0, *args_of_seeding, seed, quiet=True)
-        cluster = (z @ centre.T).argmax(1).cpu().numpy()
-        if len(set(cluster)) > 1:
-            score = silhouette_score(z.cpu().numpy(), cluster, metric="cosine", sample_size=min(3000, len(z)),
-                                     random_state=seed)
-            best = max(best, (float(score), K))
+        found, cluster = (z[looked_at] @ centre.T).argmax(1).cpu().unique(return_inverse=True)
+        if 1 < len(found) < len(looked_at):
+            score = silhouette_samples(z[looked_at].cpu().numpy(), cluster.numpy(), metric="cosine")
+            by_cluster = np.bincount(cluster, score) / np.bincount(cluster)
+            best = max(best, ((score.mean() + by_cluster.mean()) / 2, K))
         K = math.ceil(1.2 * K)
     return best[1]
 
