@@ -423,9 +423,10 @@ def estimate_num_classes(z, label, dev_z, dev_label, args_of_seeding, seed):
     With too few centres a hidden class shares its cluster (precision is low), with too many it is torn (recall is low);
     where the two meet the number is right on average for the known classes, hence for the unknown ones, which differ from
     them in nothing but that nobody labelled them. K is searched on a geometric grid and read off a straight line through
-    the four values around the crossing. With fewer than four known classes of two labelled rows or more the silhouette
-    decides. Of a large corpus SEARCHED unlabelled rows are looked at. Where the labelled rows tell the sizes of the known
-    classes, the estimate is held within one standard error of the number of classes of their mean size in the other rows.
+    the four values around the crossing. With fewer than 200 labelled rows the silhouette has a say in it, the more the
+    fewer, since the two err in different ways; with fewer than four known classes of two labelled rows or more it decides.
+    Of a large corpus SEARCHED unlabelled rows are looked at. Where the labelled rows tell the sizes of the known classes, the
+    estimate is held within one standard error of the number of classes of their mean size in the other rows.
     """
     num_known, balance = int(label.max()) + 1, {}
     if (label >= 0).all():
@@ -457,7 +458,10 @@ def estimate_num_classes(z, label, dev_z, dev_label, args_of_seeding, seed):
     near = sorted(balance, key=lambda s: abs(balance[s]))[:4]
     slope, height = np.polyfit(near, [balance[s] for s in near], 1) if len(near) > 1 else (0, 0)
     crossing = -height / slope if slope < 0 else near[0]
-    return round(min(max(num_known * 1.15 ** min(max(crossing, min(near) - 1), max(near) + 1), least), most))
+    found, few = num_known * 1.15 ** min(max(crossing, min(near) - 1), max(near) + 1), max(0.0, 0.5 - int(sizes.sum()) / 400)
+    if few:
+        found = found ** (1 - few) * silhouette_num_classes(z, num_known, args_of_seeding, seed) ** few
+    return round(min(max(found, least), most))
 
 
 def kmeans_rows(raw, pretrained, label, K, num_known, seed):

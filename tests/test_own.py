@@ -223,6 +223,18 @@ def test_the_number_of_classes_without_labels():
     assert 15 <= estimate_num_classes(z, label, dev_z, dev, (30.0, 10.0, 300, 0.0), 0) <= 26
 
 
+@pytest.mark.parametrize("per_class,share", [(3, 0.35), (10, 0.0)])
+def test_the_fewer_labels_the_more_the_silhouette_has_a_say(monkeypatch, per_class, share):
+    """20 known classes with `per_class` labelled rows each and none on dev: 60 in all, or 200, where it is not even asked."""
+    z, label, _, _ = made_up(30, 20, 0, labelled=per_class)
+
+    def estimate(answer):
+        monkeypatch.setattr("pretrain.silhouette_num_classes", lambda *_: answer)
+        return estimate_num_classes(z, label, z[:0], label[:0], (30.0, 10.0, 100, 0.0), 0)
+
+    assert abs(estimate(10_000) / estimate(2_500) - 4 ** share) < 0.03
+
+
 def test_class_sizes_bound_the_number_of_classes(monkeypatch):
     """12 classes known, 8 novel ones of two separate halves each, which the features alone give a wrong number for."""
     g = torch.Generator().manual_seed(1)
