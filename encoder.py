@@ -152,6 +152,15 @@ def weights_sha256(tensors):
     return digest.hexdigest()
 
 
+def move(model, device):
+    """Move a model to a GPU. One that is full, or too old or new for this torch, shows by this or the first product."""
+    try:
+        row = model.to(device).get_input_embeddings().weight[:1]
+        float(row @ row.T)
+    except (RuntimeError, AssertionError) as err:  # the latter from a torch that was built without CUDA
+        raise UserError(f"the GPU cannot be used ({str(err).strip().splitlines()[0][:150]}): pass --device cpu") from None
+
+
 def pick_dtype(wanted, device):
     """The autocast type for --dtype: bfloat16 where the hardware multiplies it natively, float32 elsewhere."""
     if wanted not in ("auto", "float32", "bfloat16"):
@@ -175,13 +184,15 @@ class Encoder(nn.Module):
         places = model.base_model.embeddings.position_embeddings
         padding = -1 if places.padding_idx is None else places.padding_idx  # RoBERTa's first place is behind it
         self.max_length = min(max_length, self.tokenizer.model_max_length, places.num_embeddings - padding - 1)
-        self.device, self.dtype = device, torch.float32
+        self.device, self.dtype = torch.device("cpu"), torch.float32
         self.cached, self.cache_gb, self.folder = cached, cache_gb, folder
         if max_length < 3:
             raise UserError(f"--max_length {max_length} leaves no word between a text's first and last token: pass 3 or more")
-        model.requires_grad_(False).to(device).eval()
+        model.requires_grad_(False).eval()
         self.check_like_bert(name, model.base_model)
-        self.dtype = dtype
+        self.device, self.dtype = device, dtype
+        if device.type != "cpu":
+            move(model, device)
         layers = model.base_model.encoder.layer
         self.last_layer = layers[-1].requires_grad_(True)
         for part in (self.last_layer.attention.self, self.last_layer.attention.output, self.last_layer.output):
@@ -209,8 +220,6 @@ class Encoder(nn.Module):
             for layer in model.encoder.layer:
                 x = self.run_layer(layer, x, torch.tensor([len(ids)]))
             alike = torch.allclose(x, model(input_ids=ids[None]).last_hidden_state[0], rtol=1e-3, atol=1e-3)
-        except torch.OutOfMemoryError:
-            raise
         except (RuntimeError, IndexError, TypeError):
             alike = False
         if not alike:

@@ -142,6 +142,12 @@ def run_script(main, Args=None):
             raise
         message = f"cannot use {err.filename or 'the output folder'}: {err.strerror or err}; nothing was left half-written"
         every = True
+    except (RuntimeError, MemoryError) as err:  # torch says it by a RuntimeError
+        if isinstance(err, RuntimeError) and not re.search("out of memory|t allocate memory", str(err)):
+            raise
+        message = (f"out of memory ({(str(err).strip().splitlines() or ['numpy'])[0][:150]}): free some, or pass a smaller "
+                   "--batch_size; finished epochs are saved")
+        every = True
     except KeyboardInterrupt as err:
         every = bool(err.args)
         message = "stopped" + ("; the same command goes on from the last finished epoch" if hasattr(Args, "restart") else "")

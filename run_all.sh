@@ -44,7 +44,7 @@ if [ "$nproc" != 1 ]; then
 fi
 
 # The flags of the first and the last stage are picked out, two are for both trainings, the others are train_imbanid.py's.
-tag= method=imbanid make=() name=() pre=() train=()
+help= tag= method=imbanid make=() name=() pre=() train=()
 while [ $# -gt 0 ]; do
     value=("${@:2:1}")
     case "$1" in
@@ -54,6 +54,7 @@ while [ $# -gt 0 ]; do
         --name_command=*) name+=("$1") ;;
         --method) method=${value[0]:-} && shift ;;
         --method=*) method=${1#--method=} ;;
+        -h | --help) help=yes train+=(--help) ;;
         --restart) pre+=("$1") train+=("$1") ;;
         --device) pre+=("$1" "${value[@]}") train+=("$1" "${value[@]}") && shift ;;
         --device=*) pre+=("$1") train+=("$1") ;;
@@ -91,6 +92,7 @@ def check(words):
         stage.wanted_classes(args, open_run(args)[-1])
 run_script(check)'
 if [ ${#train[@]} -gt 0 ]; then python -c "$check" "$module" "" "${train[@]}" >&2; fi
+if [ -n "$help" ]; then exit 0; fi
 
 folders=()
 for seed in $seeds; do
@@ -107,6 +109,7 @@ for seed in $seeds; do
     folders+=("out/$run$tag")
     if [ -n "$own" ]; then
         # out/<run>/ -> clusters.csv, assignments.csv, then the figures and report.html
+        if [ -e "out/$run$tag/clusters.csv" ]; then name=(); fi  # nothing is new, and the names may be the user's by now
         python predict.py "out/$run$tag" ${name[@]+"${name[@]}"}
         python figures.py "out/$run$tag"
     fi

@@ -278,7 +278,7 @@ def wanted_classes(args, meta):
         most = min(most, meta["num_test"])  # k-means is fitted on either
     if wanted == "true" and meta["num_classes"]:
         wanted = str(meta["num_classes"])
-    if wanted == "auto" and "own" in meta and meta["num_unlabelled"] == meta["num_dev"]:  # the dev texts have labels too
+    if not args.num_classes and "own" in meta and meta["num_unlabelled"] == meta["num_dev"]:  # the dev texts have labels too
         return meta["num_known"], most
     if wanted == "appendix_e" and not (meta["num_known"] or args.max_classes):
         raise UserError("--num_classes appendix_e needs known classes, or --max_classes")

@@ -18,6 +18,7 @@ from make_lt_data import make_own_task, make_split, open_table, raw_corpus, read
 from metrics import cluster_metrics
 from predict import distinct, keywords, propose_names
 from pretrain import appendix_e, estimate_num_classes, load_checkpoint, num_classes_by_size
+from train_imbanid import Args, wanted_classes
 
 TEXTS = [f"{verb} the {thing}" for verb in ("open", "close", "paint") for thing in ("door", "window", "gate", "roof")]
 
@@ -143,6 +144,13 @@ def test_labels_that_may_not_be_meant_are_counted(capsys):
     assert "a label for each" not in said
     make_own_task(TEXTS, ["a", "b"] * (len(TEXTS) // 2) + ["a"] * (len(TEXTS) % 2), 0, 0.2)
     assert capsys.readouterr().out.startswith(f"{len(TEXTS)} texts and a label for each")
+
+
+def test_where_every_text_has_a_label_new_classes_are_looked_for_on_demand_alone():
+    meta = {"own": True, "num_classes": None, "num_known": 3, "num_unlabelled": 5, "num_dev": 5}
+    for flag, wanted in (("", 3), ("auto", "auto"), ("appendix_e", "appendix_e"), ("6", 6)):
+        assert wanted_classes(Args(num_classes=flag), meta) == (wanted, 8)
+    assert wanted_classes(Args(), {**meta, "num_unlabelled": 9})[0] == "auto"
 
 
 def test_names_of_runs_and_changed_tables(tmp_path):

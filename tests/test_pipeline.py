@@ -35,6 +35,8 @@ def test_usage_and_bad_input():
     assert done.returncode == 2 and "usnid" in done.stderr and "shared" not in done.stderr
     done = run_all("demo", "10", "--omga", "0.3")  # before anything is trained
     assert done.returncode == 2 and "train_imbanid.py: unrecognized arguments: --omga" in done.stderr and not done.stdout
+    done = run_all("demo", "10", "--help")
+    assert done.returncode == 0 and "--omega" in done.stderr and not done.stdout  # and that was all
     done = run_all("demo", "10", "--num_classes", "many")
     assert done.returncode == 2 and "--num_classes many" in done.stderr and not done.stdout
     shutil.rmtree(REPO / "out/demo_g7_s7", ignore_errors=True)
@@ -69,6 +71,13 @@ def test_flags_reach_the_stages_they_are_for(tmp_path):
     assert "--device" not in make and pre.endswith(f"--encoder {tmp_path}/model --device cpu --restart")
     assert train.endswith("--device cpu --restart --omega=0.3 --tag x") and mean == "figures.py mean out/run_x"
     assert said("--tag", "")[-1] == said("--tag=")[-1] == "figures.py mean out/run"
+    shutil.copy(REPO / "run_all.sh", tmp_path)
+    (tmp_path / "out/run").mkdir(parents=True)
+    for naming in ("--name_command ask", ""):  # asked once: the names of a clusters.csv may have been edited
+        done = subprocess.run(["bash", tmp_path / "run_all.sh", "a.csv", "--name_command", "ask"], text=True, check=True,
+                              capture_output=True, env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"})
+        assert done.stdout.splitlines()[-2:] == [f"predict.py out/run {naming}".strip(), "figures.py out/run"]
+        (tmp_path / "out/run/clusters.csv").touch()
     assert said("--device=cpu", encoder="minilm")[1].endswith("--encoder minilm --device=cpu")
     for given, P, threads in (("", 2, max(1, os.cpu_count() // 2)), ("", 1000, 1), ("3", 2, 3)):  # the cores are shared out
         _, *stages, _ = said(NPROC=str(P), OMP_NUM_THREADS=given)

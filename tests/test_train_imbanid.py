@@ -765,6 +765,22 @@ make_lt_data.run_script(lambda _: pretrain.save_checkpoint({str(tmp_path / "x.pt
     assert not list(tmp_path.iterdir())
 
 
+def test_no_memory_is_said_in_one_line_and_other_errors_are_not_hidden():
+    code = f"""import sys; sys.path.insert(0, {str(REPO)!r})
+import torch, make_lt_data
+make_lt_data.run_script(lambda _: eval(sys.argv[1]))"""
+    for size in ("torch.empty(10 ** 15)", "make_lt_data.np.zeros((10 ** 9, 10 ** 6))"):
+        one_line_error(subprocess.run([sys.executable, "-c", code, size], capture_output=True, text=True, timeout=PATIENCE),
+                       "out of memory", "--batch_size")
+    done = subprocess.run([sys.executable, "-c", code, "torch.ones(2) @ torch.ones(3)"], capture_output=True, text=True)
+    assert done.returncode == 1 and "RuntimeError" in done.stderr
+
+
+def test_a_gpu_that_cannot_be_used_is_said_and_not_taken_for_a_wrong_encoder(tiny_encoder):
+    with pytest.raises(UserError, match="the GPU cannot be used .*--device cpu"):  # no machine has so many
+        Encoder(str(tiny_encoder), 32, torch.device("cuda", 99), torch.float32)
+
+
 def test_a_full_disk_is_said_in_one_line(tiny_run, tiny_encoder, tmp_path):
     """A file-size limit stands in for a full disk: the write fails in the middle of the checkpoint."""
     full = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (8192, 8192))
