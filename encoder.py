@@ -152,8 +152,8 @@ def weights_sha256(tensors):
     return digest.hexdigest()
 
 
-def move(model, device):
-    """Move a model to a GPU. One that is full, or too old or new for this torch, shows by this or the first product."""
+def move_to_gpu(model, device):
+    """model.to(device), or a UserError where the GPU is full or not one for this torch: that shows by now or in a product."""
     try:
         row = model.to(device).get_input_embeddings().weight[:1]
         float(row @ row.T)
@@ -192,7 +192,7 @@ class Encoder(nn.Module):
         self.check_like_bert(name, model.base_model)
         self.device, self.dtype = device, dtype
         if device.type != "cpu":
-            move(model, device)
+            move_to_gpu(model, device)
         layers = model.base_model.encoder.layer
         self.last_layer = layers[-1].requires_grad_(True)
         for part in (self.last_layer.attention.self, self.last_layer.attention.output, self.last_layer.output):

@@ -1,8 +1,10 @@
 """A tiny corpus and a tiny encoder, so that the real scripts run whole in seconds."""
 import contextlib
 import csv
+import json
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -144,6 +146,15 @@ def tiny_encoder(tmp_path_factory):
     config = BertConfig(vocab_size=len(vocab), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
                         max_position_embeddings=64)
     BertForMaskedLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def calm_encoder(tmp_path_factory, tiny_encoder):
+    """tiny_encoder without dropout, of which each process and each device draws its own."""
+    folder = shutil.copytree(tiny_encoder, tmp_path_factory.mktemp("calm") / "encoder")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}))
     return folder
 
 

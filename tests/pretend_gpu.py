@@ -52,8 +52,8 @@ def run(func, args, kwargs):
     name, tensors = func._schema.name.split("::")[1], [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     there = [x for x in tensors if isinstance(x, Elsewhere)]
     here = [x for x in tensors if x.dim() and not isinstance(x, Elsewhere)]  # a number may come from anywhere
-    allowed = name in COPYING or (name in INDEXING and isinstance(args[0], Elsewhere) and all(
-        x is None or not x.is_floating_point() for x in here))
+    allowed = name in COPYING or (
+        name in INDEXING and isinstance(args[0], Elsewhere) and not any(x.is_floating_point() for x in here))
     if there and here and not allowed:
         raise RuntimeError(f"{name}: some tensors are on the GPU and some are not, {[tuple(x.shape) for x in tensors]}")
     device = kwargs.get("device")

@@ -1,7 +1,5 @@
 """That every tensor lies where it should, shown on a pretended GPU (pretend_gpu.py)."""
 import importlib
-import json
-import shutil
 
 import numpy as np
 import pytest
@@ -36,15 +34,12 @@ def test_the_pretended_gpu_refuses_what_a_real_one_refuses(monkeypatch):
                 wrong()
 
 
-def test_both_stages_on_a_gpu(monkeypatch, tiny_run, tiny_encoder, tmp_path):
+def test_both_stages_on_a_gpu(monkeypatch, tiny_run, calm_encoder, tmp_path):
     """Without dropout, which a GPU draws in another way, pre-training has the CPU's losses. Stage 3 ends in all its forms."""
-    calm = shutil.copytree(tiny_encoder, tmp_path / "calm")
-    config = json.loads((calm / "config.json").read_text())
-    (calm / "config.json").write_text(json.dumps(config | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}))
     here, there = ((*tiny_run[0][:-1], tmp_path / side) for side in ("cpu", "gpu"))
-    run(pretrain, *here, "--encoder", calm, *TINY_PRETRAIN)
+    run(pretrain, *here, "--encoder", calm_encoder, *TINY_PRETRAIN)
     with pretend_gpu(monkeypatch, "pretrain", "train_imbanid"):
-        run(pretrain, *there, "--encoder", calm, *TINY_PRETRAIN)
+        run(pretrain, *there, "--encoder", calm_encoder, *TINY_PRETRAIN)
         for kind, flags in (("rot", ("--no_cache",)), ("kmeans", ("--num_classes", "auto")), ("mot", ()),
                             ("eot", ("--num_classes", "appendix_e"))):
             run(train_imbanid, *there, *TINY_TRAIN, "--pseudo_label", kind, *flags, "--tag", f"by_{kind}")
