@@ -189,7 +189,7 @@ class Encoder(nn.Module):
         if max_length < 3:
             raise UserError(f"--max_length {max_length} leaves no word between a text's first and last token: pass 3 or more")
         model.requires_grad_(False).eval()
-        self.check_like_bert(name, model.base_model)
+        self.check_like_bert(name, model.base_model)  # on the CPU, where what fails is the encoder's fault and no GPU's
         self.device, self.dtype = device, dtype
         if device.type != "cpu":
             move_to_gpu(model, device)

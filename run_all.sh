@@ -109,8 +109,9 @@ for seed in $seeds; do
     folders+=("out/$run$tag")
     if [ -n "$own" ]; then
         # out/<run>/ -> clusters.csv, assignments.csv, then the figures and report.html
-        if [ -e "out/$run$tag/clusters.csv" ]; then name=(); fi  # nothing is new, and the names may be the user's by now
-        python predict.py "out/$run$tag" ${name[@]+"${name[@]}"}
+        ask=(${name[@]+"${name[@]}"})
+        if [ -e "out/$run$tag/clusters.csv" ]; then ask=(); fi  # nothing is new, and the names may be the user's by now
+        python predict.py "out/$run$tag" ${ask[@]+"${ask[@]}"}
         python figures.py "out/$run$tag"
     fi
 done

@@ -63,8 +63,8 @@ def run(func, args, kwargs):
         raise RuntimeError(f"{name}: a generator of the CPU for numbers on the GPU")
     if device is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
-    found = func(*tree_map(lambda x: x.here if isinstance(x, Elsewhere) else x, args),
-                 **tree_map(lambda x: x.here if isinstance(x, Elsewhere) else x, kwargs))
+    values, named = tree_map(lambda x: x.here if isinstance(x, Elsewhere) else x, (args, kwargs))
+    found = func(*values, **named)
     own = {id(x.here): x for x in there}  # what is changed in place stays itself
 
     def place(x):

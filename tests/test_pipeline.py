@@ -71,13 +71,19 @@ def test_flags_reach_the_stages_they_are_for(tmp_path):
     assert "--device" not in make and pre.endswith(f"--encoder {tmp_path}/model --device cpu --restart")
     assert train.endswith("--device cpu --restart --omega=0.3 --tag x") and mean == "figures.py mean out/run_x"
     assert said("--tag", "")[-1] == said("--tag=")[-1] == "figures.py mean out/run"
-    shutil.copy(REPO / "run_all.sh", tmp_path)
-    (tmp_path / "out/run").mkdir(parents=True)
-    for naming in ("--name_command ask", ""):  # asked once: the names of a clusters.csv may have been edited
-        done = subprocess.run(["bash", tmp_path / "run_all.sh", "a.csv", "--name_command", "ask"], text=True, check=True,
-                              capture_output=True, env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"})
-        assert done.stdout.splitlines()[-2:] == [f"predict.py out/run {naming}".strip(), "figures.py out/run"]
-        (tmp_path / "out/run/clusters.csv").touch()
+    own = tmp_path / "own"
+    for seed in (0, 1):
+        (own / f"out/run{seed}").mkdir(parents=True)
+    shutil.copy(REPO / "run_all.sh", own)
+    (own / "python").write_text("#!/bin/sh\n[ \"$1\" = -c ] && echo run$5 || echo \"$@\"\n")
+    (own / "python").chmod(0o755)
+    ask = " --name_command ask"
+    for naming in ((ask, ask), ("", ask)):  # asked once a run: the names of a clusters.csv may have been edited
+        done = subprocess.run(["bash", own / "run_all.sh", "a.csv", *ask.split()], text=True, check=True, capture_output=True,
+                              env={**os.environ, "PATH": f"{own}:{os.environ['PATH']}", "SEEDS": "0 1"})
+        assert [line for line in done.stdout.splitlines() if line.startswith(("predict", "figures"))] == [
+            f"predict.py out/run0{naming[0]}", "figures.py out/run0", f"predict.py out/run1{naming[1]}", "figures.py out/run1"]
+        (own / "out/run0/clusters.csv").touch()
     assert said("--device=cpu", encoder="minilm")[1].endswith("--encoder minilm --device=cpu")
     for given, P, threads in (("", 2, max(1, os.cpu_count() // 2)), ("", 1000, 1), ("3", 2, 3)):  # the cores are shared out
         _, *stages, _ = said(NPROC=str(P), OMP_NUM_THREADS=given)
