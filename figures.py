@@ -195,26 +195,49 @@ def method_title(run):
     return title
 
 
-def methods_table(folder="results"):
-    """README's table of the compared methods, on the seeds that all of them have for a corpus and gamma.
+def compared(folder):
+    """[((dataset, gamma, encoder), seeds, {method's title: {seed: run}})] of results/*.json, on the seeds that all have.
 
-    Where ImbaNID has more seeds than that, the methods that have these too follow once more. ImbaNID's row has a paired
-    t-test of its ACC against the best other row. Empty where nothing can be compared.
+    Where ImbaNID has more seeds than that, the methods that have these too follow once more.
     """
-    found = {}
+    found, groups = {}, []
     for path in sorted(Path(folder).glob("*_g*_s*.json")):
         run = read_results(path)
         if (not run["tag"] or run["method"] == "kmeans") and usual_ratios(run):
             cell = found.setdefault((run["dataset"], run["gamma"], run["encoder"]), {})
             cell.setdefault(method_title(run), {})[run["seed"]] = run
-    rows = []
     for key in sorted(found, key=lambda key: (list(CORPORA).index(key[0]), key[1:])):
         shared = set.intersection(*(set(runs) for runs in found[key].values()))
         ours = set(found[key].get("ImbaNID", ()))
         for seeds in (shared, ours) if ours > shared else (shared,):
             by_method = {title: runs for title, runs in found[key].items() if runs.keys() >= seeds}
             if seeds and len(by_method) > 1:
-                rows += methods_rows(key, sorted(seeds), by_method)
+                seeds, order = sorted(seeds), list(METHODS)
+                titles = sorted(by_method, key=lambda t: (order.index(by_method[t][seeds[0]]["method"]), t))
+                groups.append((key, seeds, {title: by_method[title] for title in titles}))
+    return groups
+
+
+def overview_table(folder="results"):
+    """README's overview of the compared methods: ACC under C / under T on the seeds that all have, the best in bold."""
+    groups, rows, done = compared(folder), [], set()
+    titles = list(dict.fromkeys(title for *_, by_method in groups for title in by_method))
+    for key, seeds, by_method in groups:
+        if key in done:  # the seeds that only some have
+            continue
+        done.add(key)
+        acc = {title: [f"{spread([runs[seed] for seed in seeds], row)['ACC'][0]:.1f}" for row in ("test", "test_kmeans")]
+               for title, runs in by_method.items()}
+        best = [max(pair, key=float) for pair in zip(*acc.values())]
+        rows.append([CORPORA[key[0]][0], f"{key[1]:g}", " ".join(map(str, seeds))])
+        rows[-1] += [" / ".join(f"**{x}**" if x == top else x for x, top in zip(acc.get(title, "-"), best)) for title in titles]
+    return markdown(("corpus", "gamma", "seeds", *titles), rows) if rows else ""
+
+
+def methods_table(folder="results"):
+    """README's table of the compared methods, all there is to them; ImbaNID's row has a paired t-test of its ACC against the
+    best other row. Empty where nothing can be compared."""
+    rows = [row for group in compared(folder) for row in methods_rows(*group)]
     columns = "corpus", "gamma", "method", "seeds", *METHOD_COLUMNS, "paper (BERT), ACC"
     return markdown(columns, rows) if rows else ""
 
@@ -224,9 +247,8 @@ def methods_rows(key, seeds, by_method):
     rows = []
     acc = {method: np.array([runs[seed]["test"]["ACC"] for seed in seeds]) for method, runs in by_method.items()}
     best = max((title for title in acc if title != "ImbaNID"), key=lambda title: acc[title].mean())
-    order = list(METHODS)
-    for title in sorted(by_method, key=lambda t: (order.index(by_method[t][seeds[0]]["method"]), t)):
-        runs = [by_method[title][seed] for seed in seeds]
+    for title, by_seed in by_method.items():
+        runs = [by_seed[seed] for seed in seeds]
         cells = [CORPORA[key[0]][0], f"{key[1]:g}", title, " ".join(map(str, seeds))]
         cells += [*method_cells(runs), paper_acc(runs[0]["method"], *key[:2])]
         if title == "ImbaNID" and len(seeds) > 1 and (acc[title] != acc[best]).any():
@@ -651,8 +673,8 @@ def main(words):
         for path in paths:
             write_atomic(Path("results") / f"{Path(path).name}.json", json.dumps(read_benchmark(path), indent=1) + "\n")
     elif command == "table":
-        tables = (results_table(), ablation_table(), settings_table(), methods_table(), other_settings_table(),
-                  transport_tables(), speed_table())
+        tables = (results_table(), ablation_table(), settings_table(), overview_table(), methods_table(),
+                  other_settings_table(), transport_tables(), speed_table())
         print(*filter(None, tables), sep="\n\n")
     else:
         draw(words)

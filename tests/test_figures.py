@@ -292,6 +292,10 @@ def test_methods_are_compared_on_the_seeds_they_share_and_on_all_that_imbanid_ha
     assert found == [["k-means, raw features", "0", "60.00"], ["GCD", "0", "70.00"], ["ImbaNID", "0", "80.00"],
                      ["k-means, raw features", "0 1 2", "62.00"],
                      ["ImbaNID", "0 1 2", f"75.00 (p {p:.2g} against k-means, raw features)"]]
+    found = [line.strip("| ").split(" | ") for line in figures.overview_table(tmp_path).splitlines()]
+    t = f"{SCORES['ACC']:.1f}"  # under T all are alike
+    assert [found[0][2:], *found[2:]] == [["seeds", "k-means, raw features", "GCD", "ImbaNID"], [
+        *found[2][:2], "0", f"60.0 / **{t}**", f"70.0 / **{t}**", f"**80.0** / **{t}**"]], "the seed that all have, once"
 
 
 def test_other_settings_of_a_method_stand_under_its_usual_ones_on_the_same_seeds(tmp_path):

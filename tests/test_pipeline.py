@@ -13,6 +13,7 @@ from figures import (
     ablation_table,
     methods_table,
     other_settings_table,
+    overview_table,
     results_table,
     settings_table,
     speed_table,
@@ -127,8 +128,8 @@ def test_a_script_starts_by_itself(name):
     assert not done.stderr and done.stdout.startswith(f"usage: {name}")
 
 
-@pytest.mark.parametrize("build", [results_table, ablation_table, settings_table, methods_table, other_settings_table,
-                                   transport_tables, speed_table])
+@pytest.mark.parametrize("build", [results_table, ablation_table, settings_table, overview_table, methods_table,
+                                   other_settings_table, transport_tables, speed_table])
 def test_readme_tables_are_the_ones_built_from_results(build):
     readme = (REPO / "README.md").read_text()
     tables = build(REPO / "results")
