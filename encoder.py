@@ -1,8 +1,8 @@
-"""The sentence encoder: a frozen BERT-like trunk, one trained transformer layer, mean pooling. Not run by itself.
+"""The sentence encoder: a frozen BERT-like trunk, a trained transformer layer or more, mean pooling. Not run by itself.
 
-Only the last layer is ever trained (the paper's Sec. 4.1), so all that lies below it gives the same numbers every epoch.
-`Encoder.trunk` computes them once for a text and `Packed` keeps them without padding; `Encoder.features` takes it from there.
-Used by pretrain.py, train_imbanid.py, predict.py and baselines/.
+Only the last layer is trained (the paper's Sec. 4.1; --trained_layers: the last few), so all that lies below gives the same
+numbers every epoch. `Encoder.trunk` computes them once for a text and `Packed` keeps them without padding; `Encoder.features`
+takes it from there. Used by pretrain.py, train_imbanid.py, predict.py and baselines/.
 """
 import hashlib
 import importlib.util
@@ -30,7 +30,7 @@ BLOCK = 128  # tokens such a pass is filled up to a multiple of, see fill
 class Packed:
     """Rows of different length, one behind the other: values (T, ...) over all rows, offsets int64 (N+1,).
 
-    Holds token ids (T,) or the hidden states that enter the trained layer (T, H).
+    Holds token ids (T,) or the hidden states that enter the first trained layer (T, H).
     """
 
     def __init__(self, values, offsets):
@@ -140,8 +140,6 @@ def load_masked_lm(name):
                         "requirements.txt, or the path of a downloaded model folder") from None
     except AttributeError:
         raise UserError(f"--encoder {name} is not BERT-like (other layers): pass bert-base-uncased or minilm") from None
-    if len(layers) < 2:
-        raise UserError(f"--encoder {name} has one layer, and the trained layer needs a trunk below it")
     return tokenizer, model
 
 
@@ -173,12 +171,12 @@ def pick_dtype(wanted, device):
 
 
 class Encoder(nn.Module):
-    """Trunk (frozen), last_layer and mlm_head (trained) of a masked language model.
+    """Trunk (frozen), trained_layers and mlm_head of a masked language model.
 
     Checkpoints hold what is trained; the trunk is rebuilt from the encoder's name.
     """
 
-    def __init__(self, name, max_length, device, dtype, cached=True, cache_gb=8.0, folder=None):
+    def __init__(self, name, max_length, device, dtype, cached=True, cache_gb=8.0, folder=None, trained_layers=1):
         super().__init__()
         self.tokenizer, model = load_masked_lm(name)
         places = model.base_model.embeddings.position_embeddings
@@ -194,10 +192,14 @@ class Encoder(nn.Module):
         if device.type != "cpu":
             move_to_gpu(model, device)
         layers = model.base_model.encoder.layer
-        self.last_layer = layers[-1].requires_grad_(True)
-        for part in (self.last_layer.attention.self, self.last_layer.attention.output, self.last_layer.output):
-            part.dropout = Dropout(part.dropout.p).train(part.training)
-        model.base_model.encoder.layer = layers[:-1]
+        if not 0 < trained_layers < len(layers):
+            raise UserError(f"--trained_layers {trained_layers}: --encoder {name} has {len(layers)} layer(s), of which one or "
+                            "more train, and one or more, the trunk, do not")
+        self.trained_layers = layers[-trained_layers:].requires_grad_(True).eval()  # a new list, which has no mode yet
+        for layer in self.trained_layers:
+            for part in (layer.attention.self, layer.attention.output, layer.output):
+                part.dropout = Dropout(part.dropout.p).train(part.training)
+        model.base_model.encoder.layer = layers[:-trained_layers]
         self.fingerprint = weights_sha256(model.base_model.parameters())  # a checkpoint does not hold them
         for part in model.base_model.encoder.layer.modules():
             if isinstance(part, nn.Linear):
@@ -274,7 +276,7 @@ class Encoder(nn.Module):
 
     @torch.no_grad()
     def trunk(self, tokens, desc=None):
-        """Packed ids -> Packed hidden states (T, H) that enter the trained layer, in the autocast type."""
+        """Packed ids -> Packed hidden states (T, H) that enter the first trained layer, in the autocast type."""
         out = self.empty_states(len(tokens.values))
         model = self._frozen[0].base_model
         rows = torch.arange(len(tokens), device=self.device)
@@ -286,8 +288,8 @@ class Encoder(nn.Module):
             out[tokens.index(part)] = x.to(self.dtype)
         return Packed(out, tokens.offsets)
 
-    def last_layer_out(self, hidden, rows, target=None):
-        """Yield (positions (b,), states (T, H), lengths (b,), ids) for chunks of rows (B,): the trained layer's output.
+    def trained_out(self, hidden, rows, target=None):
+        """Yield (positions (b,), states (T, H), lengths (b,), ids) for chunks of rows (B,): the last layer's output.
 
         Tokens lie one behind the other, shortest row first. With target, Packed int64 ids, only the tokens whose id is 0 or
         more are carried to the end, and ids holds theirs (T,); None without.
@@ -302,12 +304,15 @@ class Encoder(nn.Module):
                 ids = target.values[index]
                 kept = torch.where(ids >= 0)[0]
                 ids = ids[kept]
-            yield part, self.run_layer(self.last_layer, hidden.values[index], lengths, kept), lengths, ids
+            x = hidden.values[index]
+            for layer in self.trained_layers[:-1]:
+                x = self.run_layer(layer, x, lengths)
+            yield part, self.run_layer(self.trained_layers[-1], x, lengths, kept), lengths, ids
 
     def features(self, hidden, rows):
         """z (B, H) float32: the mean over all real tokens, [CLS] included (Sec. 3.3), of rows (B,) of Packed hidden."""
         parts, z = [], []
-        for part, states, lengths, _ in self.last_layer_out(hidden, rows):
+        for part, states, lengths, _ in self.trained_out(hidden, rows):
             z.append(states[:0].float())
             z += [block.view(-1, L, self.hidden_size).float().mean(1) for block, L in by_row(states, lengths)]
             parts.append(part)
@@ -316,11 +321,11 @@ class Encoder(nn.Module):
     @torch.no_grad()
     def all_features(self, hidden):
         """features of every row, without gradients and without dropout. (N, H) float32."""
-        was_training = self.last_layer.training
-        self.last_layer.eval()
+        was_training = self.trained_layers.training
+        self.trained_layers.eval()
         rows = torch.arange(len(hidden), device=self.device)
         z = [self.features(hidden, part) for part in rows.split(4096)]
-        self.last_layer.train(was_training)
+        self.trained_layers.train(was_training)
         return torch.cat(z)
 
     def limit_vocabulary(self, tokens):
@@ -343,7 +348,7 @@ class Encoder(nn.Module):
 
         target: Packed int64 ids, -100 where nothing is predicted.
         """
-        states, wanted = zip(*((states, ids) for _, states, _, ids in self.last_layer_out(hidden, rows, target)))
+        states, wanted = zip(*((states, ids) for _, states, _, ids in self.trained_out(hidden, rows, target)))
         wanted = torch.cat(wanted)
         if len(wanted) == 0:
             return torch.zeros((), device=self.device), 0

@@ -50,7 +50,7 @@ from make_lt_data import (
     run_script,
     write_atomic,
 )
-from pretrain import data_fingerprint, load_checkpoint, load_last_layer, pick_device
+from pretrain import data_fingerprint, load_checkpoint, load_trained_layers, pick_device
 
 EXAMPLES = 5  # typical texts of a cluster in clusters.csv
 # Function words of requests, and what is left of "don't" and "I'm", beside scikit-learn's list of English function words.
@@ -258,8 +258,9 @@ class Labeller:
     def __init__(self, state, clusters, device, dtype):
         config, device = state["config"], pick_device(device)
         pre = config["pretrain"]
-        self.encoder = Encoder(pre["encoder"], pre["max_length"], device, pick_dtype(dtype, device))
-        load_last_layer(self.encoder, state)
+        self.encoder = Encoder(pre["encoder"], pre["max_length"], device, pick_dtype(dtype, device),
+                               trained_layers=pre.get("trained_layers", 1))
+        load_trained_layers(self.encoder, state)
         self.encoder.eval()
         self.clusters, self.temperature = torch.tensor(sorted(clusters), device=device), config["temperature"]
         self.head = normalize(state["head"].to(device)[self.clusters], dim=1)

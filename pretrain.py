@@ -1,14 +1,14 @@
 """Stage 1 of ImbaNID: pre-train the encoder on the labelled rows and on all text (Sec. 3.3).
 
 Reads   data/<run>/               (make_lt_data.py)
-Writes  out/<run>/pretrain.pt     last_layer, mlm_head, the known-class classifier, config, log
+Writes  out/<run>/pretrain.pt     trained_layers, mlm_head, the known-class classifier, config, log
         out/<run>/pretrain_part.pt while it runs: a killed run goes on from its last epoch
 
     python pretrain.py --dataset clinc --gamma 10 --seed 0 --encoder minilm
     torchrun --nproc_per_node 4 pretrain.py --dataset clinc --gamma 10 --seed 0
 
 L_p = cross-entropy on the labelled rows + masked language modelling on all rows (Eq. 2). Only the last transformer layer
-and the heads train. The best epoch on dev, which holds known classes only, is kept.
+(--trained_layers: more) and the heads train. The best epoch on dev, which holds known classes only, is kept.
 """
 import datetime
 import hashlib
@@ -56,6 +56,7 @@ class Args:
     temperature: float = 0.1  # of the cosine classifier, log P = softmax(z . w / temperature); not in the paper
     mask_epochs: int = 5  # epochs that share one random masking of the corpus, since the trunk has to run for each
     no_mlm: bool = False  # leave the masked language modelling out
+    trained_layers: int = 1  # the last layers of the encoder that train, here and in what starts from here (Sec. 4.1)
     max_length: int = 128  # tokens a text is cut at
     no_cache: bool = False  # run the frozen trunk for every batch anew: slow, to compare with
     cache_gb: float = 8.0  # on a CPU, hidden states larger than this, for each copy of the corpus, are mapped from out/<run>/
@@ -180,9 +181,10 @@ def check_trunk(encoder, state):
                         "remove the run's folders in out/, those with a tag too, and start anew")
 
 
-def load_last_layer(encoder, state):
+def load_trained_layers(encoder, state):
     check_trunk(encoder, state)
-    load_trained(encoder.last_layer, state["last_layer"])
+    # Until 24 November 2026 there was one, under another name.
+    load_trained(encoder.trained_layers, state.get("trained_layers") or {f"0.{k}": v for k, v in state["last_layer"].items()})
 
 
 # ---- what the pre-trained features give by themselves: K, the first centres, the k-means rows ----
@@ -639,7 +641,7 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
     done, part = out / "pretrain.pt", out / "pretrain_part.pt"
     start, N, code = time.time(), len(labels["train"]), commit()
     torch.manual_seed(args.seed)  # minilm comes without a language-model head: it is drawn
-    encoder = Encoder(args.encoder, args.max_length, device, dtype, not args.no_cache, args.cache_gb, out)
+    encoder = Encoder(args.encoder, args.max_length, device, dtype, not args.no_cache, args.cache_gb, out, args.trained_layers)
     tokens = {split: encoder.tokenize(texts[split]) for split in ("train", "dev")}
     unknown = tokens["train"].values == encoder.tokenizer.unk_token_id
     long, unknown = tokens["train"].lengths >= encoder.max_length, unknown[unknown | ~encoder.special(tokens["train"])].float()
@@ -657,12 +659,12 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
         return gather_rows(normalize(encoder.all_features(hidden[split]), dim=1), len(labels[split]))
 
     classifier = nn.Parameter(class_means(unit_features("train"), label, meta["num_known"]))
-    layer = list(encoder.last_layer.parameters())
+    layers = list(encoder.trained_layers.parameters())
     heads = [classifier] + [p for p in encoder.mlm_head.parameters() if p.requires_grad and not args.no_mlm]
-    optimizer = torch.optim.AdamW([{"params": layer, "lr": args.lr}, {"params": heads, "lr": args.head_lr}], weight_decay=0.01)
+    optimizer = torch.optim.AdamW([{"params": layers, "lr": args.lr}, {"params": heads, "lr": args.head_lr}], weight_decay=0.01)
 
     def state():
-        return {"last_layer": trained_state(encoder.last_layer), "mlm_head": trained_state(encoder.mlm_head),
+        return {"trained_layers": trained_state(encoder.trained_layers), "mlm_head": trained_state(encoder.mlm_head),
                 "classifier": classifier.detach().cpu().clone(), "trunk": encoder.fingerprint}
 
     epochs = min(args.epochs, math.ceil(args.max_steps / math.ceil(N / args.batch_size)))
@@ -670,7 +672,7 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
     epoch, log, best = 0, [], {"epoch": 0}
     found = load_checkpoint(part)
     if found and same_config(found["config"], config, part, args.restart):
-        load_last_layer(encoder, found)
+        load_trained_layers(encoder, found)
         load_trained(encoder.mlm_head, found["mlm_head"])
         classifier.data.copy_(found["classifier"])
         optimizer.load_state_dict(found["optimizer"])
@@ -711,7 +713,7 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
     seconds = time.time() - start
     for stale in out.glob("kmeans_*.npy"):  # of the features before; train_imbanid.py keeps them from one run to the next
         stale.unlink()
-    config["weights"] = weights_sha256(best["last_layer"].values())[:12]  # for what starts from it: settings do not tell
+    config["weights"] = weights_sha256(best["trained_layers"].values())[:12]  # for what starts from it: settings do not tell
     # The number of processes is kept because each draws its own masks.
     save_checkpoint(done, **best, config=config, log=log, seconds=seconds, commit=code, processes=world)
     part.unlink(missing_ok=True)

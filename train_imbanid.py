@@ -58,7 +58,7 @@ from pretrain import (
     joint_step,
     kmeans_rows,
     load_checkpoint,
-    load_last_layer,
+    load_trained_layers,
     on_all_processes,
     open_pretrained,
     pick_device,
@@ -106,7 +106,7 @@ class Args:
     view_epochs: int = 2  # epochs that share one augmented view of the corpus, since the trunk has to run for each
     epochs: int = 6  # the paper does not say
     max_steps: int = 400  # no new epoch after so many batches: a large corpus needs fewer epochs
-    lr: float = 5e-5  # AdamW, last layer
+    lr: float = 5e-5  # AdamW, trained layers
     head_lr: float = 5e-4  # AdamW, cluster head
     batch_size: int = 512  # rows, over all processes (Sec. 4.1)
     kappa: float = 30.0  # concentration of the mixture that seeds the head's novel rows; not in the paper
@@ -382,7 +382,7 @@ def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, 
 
     label = {split: torch.from_numpy(labels[split]).to(device) for split in ("train", "dev")}
     encoder = Encoder(pre["config"]["encoder"], pre["config"]["max_length"], device, pick_dtype(args.dtype, device),
-                      not args.no_cache, args.cache_gb, out)
+                      not args.no_cache, args.cache_gb, out, pre["config"].get("trained_layers", 1))
     tokens = {split: encoder.tokenize(rows[rank::world]) for split, rows in texts.items()}
     hidden = {split: encoder.cache(ids, f"reading {split}" if rank == 0 else None) for split, ids in tokens.items()}
 
@@ -391,7 +391,7 @@ def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, 
         return {s: gather_rows(normalize(encoder.all_features(hidden[s]), dim=1), len(texts[s])) for s in splits}
 
     z = {} if "own" in meta else {"raw": unit_features("train", "test")}
-    load_last_layer(encoder, pre)
+    load_trained_layers(encoder, pre)
     z["pretrained"] = unit_features("train", "dev", "test")  # dev for the number of classes
     found = find_checkpoint(out, config, args.restart, rank, world, device)
     seconds |= found["seconds"] if found else {}  # what killed runs have spent
@@ -455,7 +455,7 @@ def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, s
     N, K, labelled = len(label["train"]), len(head), label["train"] >= 0
     steps = math.ceil(N / args.batch_size)
     epochs = min(args.epochs, math.ceil(args.max_steps / steps))
-    optimizer = torch.optim.AdamW([{"params": list(encoder.last_layer.parameters()), "lr": args.lr},
+    optimizer = torch.optim.AdamW([{"params": list(encoder.trained_layers.parameters()), "lr": args.lr},
                                    {"params": [head], "lr": args.head_lr}], weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: 0.5 + 0.5 * math.cos(math.pi * step / (steps * epochs)))
@@ -463,7 +463,7 @@ def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, s
     start, epoch, log, view = time.time(), 0, [], None
     potential, marginal = None, torch.full((K,), 1 / K, dtype=torch.float64, device=encoder.device)
     if found:
-        load_last_layer(encoder, found)
+        load_trained_layers(encoder, found)
         optimizer.load_state_dict(found["optimizer"])
         schedule.load_state_dict(found["schedule"])
         epoch, log = found["epoch"], found["log"]
@@ -502,7 +502,7 @@ def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, s
                         "beta_max": float(transport.beta.max()), "beta_min": float(transport.beta.min()),
                         "dev_accuracy": 100 * right / len(label["dev"]) if len(label["dev"]) else None})
             write_atomic(out / "log.jsonl", "".join(json.dumps(line) + "\n" for line in log))
-            save_checkpoint(out / "last.pt", last_layer=trained_state(encoder.last_layer), trunk=encoder.fingerprint,
+            save_checkpoint(out / "last.pt", trained_layers=trained_state(encoder.trained_layers), trunk=encoder.fingerprint,
                             head=head.detach().cpu(),
                             optimizer=optimizer.state_dict(), schedule=schedule.state_dict(), epoch=epoch, log=log,
                             potential=potential.cpu(), marginal=marginal.cpu(), config=config,

@@ -39,8 +39,8 @@ from pretrain import (
     check_weights,
     commit,
     load_checkpoint,
-    load_last_layer,
     load_trained,
+    load_trained_layers,
     same_config,
     save_checkpoint,
     seed_epoch,
@@ -60,6 +60,7 @@ class Flags:
     out_dir: str = "out"  # results go to out/<run>_<method>/
     tag: str = ""  # behind the method's name in that folder's name
     encoder: str = "bert-base-uncased"  # as for pretrain.py: minilm, a local folder, or a hub name
+    trained_layers: int = 1  # as for pretrain.py
     max_length: int = 128  # tokens a text is cut at
     cache_gb: float = 8.0  # hidden states larger than this lie in a memory-mapped file while it runs
     device: str = "auto"  # cpu, cuda, or auto: cuda where there is one
@@ -94,7 +95,8 @@ class Run:
             print_results(results, self.out)
             return
         start, self.code = time.time(), commit()
-        self.encoder = Encoder(args.encoder, args.max_length, self.device, dtype, True, args.cache_gb, self.out)
+        self.encoder = Encoder(args.encoder, args.max_length, self.device, dtype, True, args.cache_gb, self.out,
+                               args.trained_layers)
         self.tokens = {split: self.encoder.tokenize(texts[split]) for split in texts}
         self.hidden = {split: self.encoder.cache(tokens, f"reading {split}") for split, tokens in self.tokens.items()}
         self.label = {split: torch.from_numpy(self.labels[split]).to(self.device) for split in ("train", "dev")}
@@ -102,7 +104,7 @@ class Run:
         self.raw = {split: self.unit_features(split) for split in ("train", "test")}  # of the encoder as it comes
         torch.manual_seed(args.seed)  # the heads that a method makes
         if pretrained:
-            load_last_layer(self.encoder, self.pre)
+            load_trained_layers(self.encoder, self.pre)
             self.epochs["pretrain"], self.kept["pretrain"] = len(self.pre["log"]), self.pre["epoch"]
         self.seconds["features"] = time.time() - start
         (self.out / "results.json").unlink(missing_ok=True)  # what --restart replaces
@@ -133,9 +135,10 @@ def pre_trained(args, path, data):
         pretrain.main(pretrain.Args(**{k: v for k, v in asdict(args).items() if k in Flags.__dataclass_fields__
                                        and k in pretrain.Args.__dataclass_fields__}))
     pre = pretrain.open_pretrained(path, data)
-    for flag in ("encoder", "max_length"):
-        if pre["config"][flag] != getattr(args, flag):
-            raise UserError(f"{path} was made with --{flag} {pre['config'][flag]}: pass that, or another --out_dir")
+    for flag in ("encoder", "max_length", "trained_layers"):
+        made_with = pre["config"].get(flag, 1)
+        if made_with != getattr(args, flag):
+            raise UserError(f"{path} was made with --{flag} {made_with}: pass that, or another --out_dir")
     return pre
 
 
@@ -224,7 +227,7 @@ def train(run, stage, heads, batch_loss, *, epochs, batch_size, lr, rows=None, b
     """
     args, path = run.args, run.out / f"{stage}.pt"
     rows = torch.arange(len(run.label["train"]), device=run.device) if rows is None else rows
-    modules = nn.ModuleDict({"last_layer": run.encoder.last_layer, **heads}).to(run.device)
+    modules = nn.ModuleDict({"trained_layers": run.encoder.trained_layers, **heads}).to(run.device)
     parameters = [p for p in modules.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.01)
     total = (math.ceil(len(rows) / batch_size) + more_steps) * epochs

@@ -23,7 +23,7 @@ sys.path.insert(0, str(REPO))
 
 from encoder import Encoder, pick_dtype  # noqa: E402
 from make_lt_data import UserError, read_run, run_script, write_atomic  # noqa: E402
-from pretrain import load_checkpoint, load_last_layer, seed_centres  # noqa: E402
+from pretrain import load_checkpoint, load_trained_layers, seed_centres  # noqa: E402
 from rot import relaxed_ot  # noqa: E402
 
 
@@ -46,11 +46,12 @@ def real_scores(dataset, args):
         raise UserError(f"{args.out_dir}/{run}/last.pt is missing: SEED={args.seed} bash run_all.sh {dataset} 10")
     texts, labels, _, meta = read_run(Path(args.data_dir) / run)
     device = torch.device("cpu")
-    encoder = Encoder(pre["config"]["encoder"], pre["config"]["max_length"], device, pick_dtype("auto", device))
+    encoder = Encoder(pre["config"]["encoder"], pre["config"]["max_length"], device, pick_dtype("auto", device),
+                      trained_layers=pre["config"].get("trained_layers", 1))
     hidden = encoder.trunk(encoder.tokenize(texts["train"]))
     config, found = last["config"], {}
     for when, state in (("start", pre), ("end", last)):
-        load_last_layer(encoder, state)
+        load_trained_layers(encoder, state)
         z = normalize(encoder.all_features(hidden), dim=1)
         head = last["head"] if when == "end" else seed_centres(
             z, torch.from_numpy(labels["train"]), meta["num_classes"], meta["num_known"], config["kappa"],

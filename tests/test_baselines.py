@@ -180,10 +180,11 @@ def test_each_method_whole_with_the_real_encoder(demo, start_acc, name, capsys):
     results, plain = (json.loads((shared.Path(demo["out_dir"]) / f"demo_g10_s0_{which}/results.json").read_text())
                       for which in (name, "kmeans"))
     assert results["method"] == name
-    out, weight = shared.Path(demo["out_dir"]), "attention.self.query.weight"
-    before = (torch.load(out / "demo_g10_s0/pretrain.pt", weights_only=True)["last_layer"] if start == "kmeans_pretrained" else
-              dict(Encoder("minilm", 128, torch.device("cpu"), torch.float32).last_layer.named_parameters()))[weight]
-    moved = torch.load(out / f"demo_g10_s0_{name}/last.pt", weights_only=True)["modules"][f"last_layer.{weight}"] - before
+    out, weight = shared.Path(demo["out_dir"]), "0.attention.self.query.weight"
+    pre = out / "demo_g10_s0/pretrain.pt"
+    before = (torch.load(pre, weights_only=True)["trained_layers"] if start == "kmeans_pretrained" else
+              dict(Encoder("minilm", 128, torch.device("cpu"), torch.float32).trained_layers.named_parameters()))[weight]
+    moved = torch.load(out / f"demo_g10_s0_{name}/last.pt", weights_only=True)["modules"][f"trained_layers.{weight}"] - before
     assert moved.norm() > 1e-4 * before.norm(), "the layer has not moved"
     found = clustered(demo, name)
     if name == "gcd":

@@ -67,7 +67,7 @@ def test_a_batch_on_a_gpu_is_that_on_the_cpu(monkeypatch, tiny_encoder):
         rows = torch.arange(12, device=device)
         loss, *_ = train_imbanid.batch_loss(encoder, head, encoder.trunk(tokens), view, rows, label, confidence, clean, args)
         loss.backward()
-        trained = [p for p in (head, *encoder.last_layer.parameters()) if p.grad is not None]
+        trained = [p for p in (head, *encoder.trained_layers.parameters()) if p.grad is not None]
         return [x.detach().to("cpu").double() for x in (result.plan, clean, loss, *(p.grad for p in trained))]
 
     here = batch(torch.device("cpu"))

@@ -26,10 +26,12 @@ from pretrain import (
     appendix_e,
     class_means,
     class_sizes,
+    load_trained_layers,
     mixture_score,
     mixture_step,
     seed_centres,
     semi_supervised_kmeans,
+    trained_state,
 )
 
 
@@ -69,9 +71,59 @@ def test_features_are_the_mean_over_all_real_tokens_of_the_whole_model(tiny_enco
 
 def test_only_the_last_layer_and_the_heads_train(encoder):
     trained = {name for name, p in encoder.named_parameters() if p.requires_grad}
-    assert trained and all(name.startswith(("last_layer.", "mlm_head.")) for name in trained)
+    assert trained and all(name.startswith(("trained_layers.", "mlm_head.")) for name in trained)
     assert not any(p.requires_grad for p in encoder._frozen[0].base_model.parameters())
     assert all("decoder.weight" not in name for name in trained), "the tied embedding matrix must stay frozen"
+
+
+def test_where_the_trunk_ends_changes_what_trains_and_nothing_else():
+    found = []
+    for trained_layers in (1, 2, 5):
+        encoder = Encoder("minilm", 32, torch.device("cpu"), torch.float32, trained_layers=trained_layers).eval()
+        tokens = encoder.tokenize(TEXTS)
+        target = Packed(torch.where(encoder.special(tokens), -100, tokens.values), tokens.offsets)
+        hidden, rows = encoder.trunk(tokens), torch.arange(len(TEXTS))
+        torch.manual_seed(0)
+        for p in encoder.mlm_head.parameters():  # which minilm comes without
+            if p.requires_grad:
+                torch.nn.init.normal_(p, std=0.02)
+        loss = encoder.mlm_loss(hidden, rows, target)[0]
+        (encoder.features(hidden, rows).square().sum() + loss).backward()
+        assert len(encoder.trained_layers) == trained_layers
+        assert all(p.grad is not None and p.grad.any() for layer in encoder.trained_layers for p in layer.parameters()
+                   if p.numel() > 384 or p.dim() > 1)
+        found.append(torch.cat([encoder.all_features(hidden).flatten(), loss.detach()[None]]))
+    assert torch.allclose(found[0], found[1], atol=1e-5) and torch.allclose(found[0], found[2], atol=1e-5)
+
+
+def test_two_layers_train_from_the_first_stage_to_the_last(tiny_run, tiny_encoder, tmp_path):
+    from transformers import BertConfig, BertForMaskedLM
+    shutil.copytree(tiny_encoder, tmp_path / "encoder")
+    BertForMaskedLM(BertConfig.from_pretrained(tiny_encoder, num_hidden_layers=3)).save_pretrained(tmp_path / "encoder")
+    task = *tiny_run[0][:-1], tmp_path / "out"
+    words = *task, "--encoder", tmp_path / "encoder", *TINY_PRETRAIN, "--trained_layers"
+    for wrong in (0, 3):
+        one_line_error(script("pretrain.py", *words, wrong, ok=False), f"--trained_layers {wrong}", "3 layer(s)")
+    script("pretrain.py", *words, 2)
+    script("train_imbanid.py", *task, *TINY_TRAIN)
+    run = tmp_path / "out/demo_g4_s0"
+    start = dict(Encoder(str(tmp_path / "encoder"), 32, torch.device("cpu"), torch.float32, trained_layers=2)
+                 .trained_layers.named_parameters())
+    states = [torch.load(run / name, weights_only=True)["trained_layers"] for name in ("pretrain.pt", "last.pt")]
+    for name in ("0.attention.self.query.weight", "1.output.dense.weight"):
+        assert not torch.equal(start[name], states[0][name]) and not torch.equal(*(state[name] for state in states))
+    (tmp_path / "new.csv").write_text("text\nno signal\n")
+    script("predict.py", run, "--data_dir", tiny_run[1] / "data")
+    script("predict.py", run, tmp_path / "new.csv", "-o", tmp_path / "labelled.csv", "--data_dir", tiny_run[1] / "data")
+    assert len((tmp_path / "labelled.csv").read_text().splitlines()) == 2
+    one_line_error(script("-m", "baselines.clnn", *task, "--encoder", tmp_path / "encoder", "--max_length", 32, ok=False),
+                   "made with --trained_layers 2")
+
+
+def test_a_checkpoint_from_when_one_layer_trained_is_read(encoder):
+    weights = {name: p + 1 for name, p in trained_state(encoder.trained_layers[0]).items()}
+    load_trained_layers(encoder, {"last_layer": weights})
+    assert all(torch.equal(p, weights[name]) for name, p in encoder.trained_layers[0].named_parameters())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -319,7 +371,7 @@ def test_every_switch_changes_the_run(tiny_run):
     for i, switch in enumerate([(), *SWITCHES]):
         _, out = train(tiny_run[0], *switch, "--tag", f"switch{i}")
         state = torch.load(out / "last.pt", weights_only=True)
-        digest = hash((state["head"].numpy().tobytes(), *(v.numpy().tobytes() for v in state["last_layer"].values())))
+        digest = hash((state["head"].numpy().tobytes(), *(v.numpy().tobytes() for v in state["trained_layers"].values())))
         if digest in seen:
             same.append((switch, seen[digest]))
         seen[digest] = switch
@@ -398,7 +450,7 @@ hidden = encoder.trunk(tokens)
 torch.manual_seed(0)
 head = torch.nn.Parameter(torch.randn(4, 32))
 label, confidence, clean = torch.arange(9) % 4, torch.rand(9), torch.rand(9) > 0.2
-parameters = [head, *encoder.last_layer.parameters()]
+parameters = [head, *encoder.trained_layers.parameters()]
 masked, target = encoder.mask_tokens(tokens, torch.Generator().manual_seed(0))
 masked = encoder.trunk(masked)
 total = int((target.values >= 0).sum())
@@ -437,8 +489,8 @@ def test_pretraining_on_several_processes_is_that_on_one(tiny_run, calm_encoder,
             found.append(torch.load(out / "demo_g4_s0/pretrain.pt", weights_only=True))
         one, several = found
         if flags:
-            for name, value in (one["last_layer"] | {"": one["classifier"]}).items():
-                assert torch.allclose((several["last_layer"] | {"": several["classifier"]})[name], value, atol=1e-5)
+            for name, value in (one["trained_layers"] | {"": one["classifier"]}).items():
+                assert torch.allclose((several["trained_layers"] | {"": several["classifier"]})[name], value, atol=1e-5)
         for line, other in zip(one["log"], several["log"], strict=True):  # each process draws the masks of its rows
             assert line["mlm"] == pytest.approx(other["mlm"], rel=0.05)
             assert line["dev_loss"] == pytest.approx(other["dev_loss"], rel=0.02)
@@ -467,7 +519,7 @@ def test_a_language_model_head_that_is_drawn_is_drawn_by_the_seed(tiny_run, tiny
         flags = (*tiny_run[0], *TINY_PRETRAIN, "--encoder", headless, "--out_dir", tmp_path / str(before))
         pretrain.main(parse_args(pretrain.Args, [str(word) for word in flags]))
         found.append(torch.load(tmp_path / f"{before}/demo_g4_s0/pretrain.pt", weights_only=True))
-    for part in ("last_layer", "mlm_head"):
+    for part in ("trained_layers", "mlm_head"):
         assert all(torch.equal(value, found[1][part][name]) for name, value in found[0][part].items())
 
 
@@ -616,7 +668,7 @@ def test_a_killed_pre_training_goes_on_and_ends_the_same(tiny_run, tiny_encoder,
         ends.append(torch.load(tmp_path / name / "demo_g4_s0/pretrain.pt", weights_only=True))
         assert not (tmp_path / name / "demo_g4_s0/pretrain_part.pt").exists()
     assert ends[0]["log"] == ends[1]["log"]
-    assert all(torch.equal(ends[0]["last_layer"][k], ends[1]["last_layer"][k]) for k in ends[0]["last_layer"])
+    assert all(torch.equal(ends[0]["trained_layers"][k], ends[1]["trained_layers"][k]) for k in ends[0]["trained_layers"])
 
 
 def test_pretraining_switches(tiny_run, tiny_encoder, tmp_path):
@@ -745,7 +797,7 @@ def test_the_longest_text(tiny_encoder):
     """A model reads no more tokens than it has places for, whatever --max_length says."""
     encoder = Encoder(str(tiny_encoder), 600, torch.device("cpu"), torch.float32)
     tokens = encoder.tokenize(["open the door " * 50, ""])
-    assert not any(part.training for part in encoder.last_layer.modules())
+    assert not any(part.training for part in encoder.trained_layers.modules())
     assert tokens.lengths.tolist() == [64, 2] and encoder.all_features(encoder.trunk(tokens)).isfinite().all()
     with pytest.raises(UserError, match="--max_length 2"):
         Encoder(str(tiny_encoder), 2, torch.device("cpu"), torch.float32)
