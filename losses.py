@@ -32,6 +32,8 @@ def select_clean(label, confidence, beta, rho=0.7, tau_g=0.9, use_dr=True, use_q
         raise ValueError(f"confidence must have shape ({N},) and hold no NaN, nor anything below 0")
     if beta.ndim != 1 or not (beta >= 0).all() or N and not 0 <= label.min() <= label.max() < len(beta):
         raise ValueError(f"beta must have shape (K,) with every label in 0..K-1, and hold no NaN, got {tuple(beta.shape)}")
+    if labelled is not None and labelled.shape != (N,):
+        raise ValueError(f"labelled must have shape ({N},), got {tuple(labelled.shape)}")
     if use_dr and not rho >= 0 or use_qr and tau_g != tau_g:
         raise ValueError(f"rho must be 0 or more and tau_g a number, got {rho} and {tau_g}")
     if not use_dr and not use_qr:
@@ -39,7 +41,7 @@ def select_clean(label, confidence, beta, rho=0.7, tau_g=0.9, use_dr=True, use_q
     clean = torch.zeros(N, dtype=torch.bool, device=label.device)
     if use_dr:
         quota = torch.ceil(N * rho * beta.double() - 1e-6)  # 1e-6: float32 0.3 * 10 is 3, not 3.0000001
-        quota = quota.long().to(label.device)
+        quota = quota.clamp_max(N).long().to(label.device)  # or one above 2**63 would wrap around
         order = torch.argsort(confidence, descending=True, stable=True)
         order = order[torch.argsort(label[order], stable=True)]  # class by class, most confident first
         size = torch.bincount(label, minlength=len(beta))
@@ -70,21 +72,23 @@ def class_wise_loss(z, label, confidence, clean, tau=0.07, adaptive_weight=True,
     """CWCL, Eq. 10, with the minus sign that the printed formula lacks.
 
     z: (B, V, H), unit length. label: int64 (B,). confidence: (B,), q of the weights w_ip = q_i q_p (1 without
-    adaptive_weight). clean: bool (B,). P(i) is every view of every *other* clean row with i's label; a noisy anchor has
-    none. Returns the loss sum over P(i) of -w_ip log(...) and |P(i)|, (B, V) each; both are 0 where P(i) is empty.
+    adaptive_weight). clean: bool (B,). P(i) is every view of every *other* clean row with i's label; an anchor that is noisy
+    or labelled -1 has none. Returns the loss sum over P(i) of -w_ip log(...) and |P(i)|, (B, V) each; both are 0 where P(i)
+    is empty.
     """
     B, V = z.shape[:2]
     for name, value in (("label", label), ("confidence", confidence), ("clean", clean)):
         if value.shape != (B,):
             raise ValueError(f"{name} must have shape ({B},), got {tuple(value.shape)}")
     log_prob = contrast_log_prob(z, tau, gather)
+    clean = clean & (label >= 0)
     other_label, other_q, other_clean = (x if gather is None else gather(x) for x in (label, confidence, clean))
     positive = (label[:, None] == other_label) & clean[:, None] & other_clean
     row = torch.arange(B, device=z.device)
     positive[row, row] = False
     weight = positive.to(z.dtype)
     if adaptive_weight:
-        weight = weight * (confidence[:, None] * other_q).to(z.dtype)
+        weight = torch.where(positive, (confidence[:, None] * other_q).to(z.dtype), weight)  # q of a noisy row may be NaN
     positive = positive.repeat_interleave(V, 0).repeat_interleave(V, 1)
     weight = weight.repeat_interleave(V, 0).repeat_interleave(V, 1)
     # The diagonal is -inf and never a positive: without the mask, 0 * -inf would be NaN for anchors without positives.

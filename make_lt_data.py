@@ -417,8 +417,9 @@ def records(file, path):
                 yield {clean(key): "" if value is None or value != value else clean(str(value)) for key, value in row.items()}
         elif kind in TABLES:
             # A header of one name: no delimiter, so that commas in unquoted texts do no harm (none holds a unit separator).
-            delimiter = said or ("\t" if kind == ".tsv" and "\t" in first else max(",;\t|", key=first.count))
-            reader = csv.reader(lines, delimiter=delimiter if delimiter in first else "\x1f", strict=True)
+            bare = re.sub('"[^"]*"', "", first)  # a comma in a quoted name delimits nothing
+            delimiter = said or ("\t" if kind == ".tsv" and "\t" in first else max(",;\t|", key=bare.count))
+            reader = csv.reader(lines, delimiter=delimiter if delimiter in bare else "\x1f", strict=True)
             columns = [clean(name).strip() for name in next(reader, [])]
             twice = next((name for name in columns if columns.count(name) > 1), None)
             if twice is not None:
@@ -618,7 +619,7 @@ def read_run(folder, **task):
         names = (folder / "labels.txt").read_text(encoding="utf-8").splitlines()
     except FileNotFoundError as err:
         again = f"remove {folder} and {remake}" if folder.exists() else f"{remake} first"
-        raise UserError(f"{err.filename} is missing: {again}") from None
+        raise UserError(f"{err.filename} is missing: {again} (or say where it is: --data_dir)") from None
     except (ValueError, KeyError, TypeError, IndexError, EOFError) as err:
         raise UserError(f"{folder} is damaged ({err}): remove it and {remake}") from None
     for split in SPLITS:

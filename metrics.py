@@ -4,7 +4,7 @@
     from metrics import cluster_metrics, size_groups
 
     truth = np.array([0, 0, 1, 1, 2, 2])                # classes 0 and 1 known, class 2 novel
-    cluster = np.array([1, 1, 0, 0, 2, 0])              # any numbering: one Hungarian matching over all classes
+    cluster = np.array([1, 1, 0, 0, 2, 0])              # any numbers from 0 on: one Hungarian matching over all classes
     scores = cluster_metrics(truth, cluster, num_known=2, class_counts=np.array([50, 20, 5]))
     print(scores["ACC"], scores["known"], scores["novel"], scores["tail"])
 
@@ -19,13 +19,14 @@ def match_clusters(truth, cluster):
     """The one-to-one map from clusters to classes with the most rows in agreement (Hungarian algorithm).
 
     truth, cluster: non-negative int (N,). Returns int, one entry for each number up to the largest in either: the class of
-    each cluster; that of a cluster left over has no rows, or is a number above all classes.
+    each cluster; that of a cluster left over has no rows, or is a number above all classes. Time and memory go with the
+    square of the largest number.
     """
     truth, cluster = np.asarray(truth), np.asarray(cluster)
     if truth.ndim != 1 or truth.shape != cluster.shape or len(truth) == 0:
         raise ValueError(f"truth and cluster must be non-empty and of one length, got {truth.shape} and {cluster.shape}")
-    if min(truth.min(), cluster.min()) < 0:
-        raise ValueError("truth and cluster must be non-negative")
+    if truth.dtype.kind not in "iu" or cluster.dtype.kind not in "iu" or min(truth.min(), cluster.min()) < 0:
+        raise ValueError("truth and cluster must be integers, none of them negative")
     size = int(max(truth.max(), cluster.max())) + 1
     agreement = np.zeros((size, size), dtype=np.int64)
     np.add.at(agreement, (cluster, truth), 1)
@@ -36,8 +37,11 @@ def size_groups(class_counts, num_known):
     """Head, medium and tail classes, 3:4:3 by training size within known and within novel, then joined (Sec. 4.1).
 
     class_counts: int (K,) training rows a class, known classes first. Returns {"head": ids, "medium": ids, "tail": ids}.
+    Raises ValueError where num_known is below 0 or above K.
     """
     class_counts = np.asarray(class_counts, dtype=np.int64)  # of an unsigned type, -0 would be above -1
+    if not 0 <= num_known <= len(class_counts):
+        raise ValueError(f"num_known must be from 0 to the {len(class_counts)} entries of class_counts, got {num_known}")
     groups = {"head": [], "medium": [], "tail": []}
     for ids in (np.arange(num_known), np.arange(num_known, len(class_counts))):
         ids = ids[np.argsort(-class_counts[ids], kind="stable")]
@@ -50,8 +54,8 @@ def size_groups(class_counts, num_known):
 def cluster_metrics(truth, cluster, num_known, class_counts):
     """Every figure of the paper's tables, in percent.
 
-    truth: int (N,) class ids, known classes (0 to num_known - 1) first. cluster: int (N,), any numbering; there may be more
-    or fewer clusters than classes. class_counts: int (K,), training rows a class, for the groups.
+    truth: int (N,) class ids, known classes (0 to num_known - 1) first. cluster: int (N,), any numbers from 0 on; there may
+    be more or fewer clusters than classes. class_counts: int (K,), training rows a class, for the groups.
 
     Returns {"ACC", "NMI", "ARI", "known", "novel", "head", "medium", "tail", "per_class_mean"}: ACC is the share of rows
     whose matched cluster is right, under one matching over all classes; known to tail are that share within a group of

@@ -279,7 +279,10 @@ def cluster_names(run, K):
         raise UserError(f"{path} is missing: run python predict.py {run} first, which names the clusters")
     try:
         with open_table(path) as file:
-            names = {int(line["id"]): line["name"] for line in records(file, path)}
+            lines = [line for line in records(file, path) if any(line.values())]  # a spreadsheet may leave an empty one
+        names = {int(line["id"]): line["name"] for line in lines}
+        if len(names) < len(lines):
+            raise ValueError("an id stands there twice")
         if not names or not names.keys() <= set(range(K)):
             raise ValueError(f"ids go from 0 to {K - 1}")
         return names
@@ -345,14 +348,16 @@ def label_file(args):
             added.append(name)
         table = csv.DictWriter(out, [*columns, *added], restval="", extrasaction="ignore", lineterminator="\n")
         table.writeheader()
-        count = 0
+        count = without = 0
         for done in label_rows(itertools.chain(sample, rows), text_column, labeller, names, added, args.batch_size):
             table.writerows(done)
             count += len(done)
+            without += sum(not row.get(text_column, "").strip() for row in done)
             if not stdin:
                 bar.update(file.buffer.tell() - bar.n)
         out.flush()
-        print(f"{count} rows labelled by column {text_column!r}", file=sys.stderr)
+        print(f"{count - without} rows labelled by column {text_column!r}" + (f", {without} have no text" if without else ""),
+              file=sys.stderr)
         if args.output != "-":
             if part != output:
                 os.replace(part, output)

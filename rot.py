@@ -45,7 +45,7 @@ def relaxed_ot(log_p, lambda1=0.05, lambda2=2.0, *, row=None, prior=None, penalt
     """Solve the relaxed transport problem of the module docstring (the paper's Eq. 5).
 
     log_p: (N, K) log-probabilities or any scores, -inf allowed; float16 to float64, never written to; no gradient.
-    lambda1: weight of the entropic term, > 0, in units of log_p. lambda2: weight of the penalty, > 0; ignored by equality.
+    lambda1: weight of the entropic term, > 0, in units of log_p. lambda2: weight of the penalty, > 0; unused by equality.
     row: (N,) positive sample weights, alpha up to scale (default: equal). prior: (K,) positive, up to scale (uniform).
     penalty: "reverse_kl", "kl" or "equality". solver: "newton", or "sinkhorn" with `sweeps` row and column scalings
     before every update of beta and h (many sweeps need not converge: see `converged`).
@@ -53,7 +53,8 @@ def relaxed_ot(log_p, lambda1=0.05, lambda2=2.0, *, row=None, prior=None, penalt
     Sinkhorn sweeps (10,000). init: (K,) potential of an earlier solution. chunk_rows: rows a pass handles at once.
     reduce: sums a tensor over processes that each hold some of the rows (none is allowed); all get the same beta.
 
-    Returns RotResult. Raises ValueError, naming the argument, for what has no solution; warns if it did not converge.
+    Returns RotResult. Raises ValueError, naming the argument, for one out of range or scores that leave a row or a column
+    nothing; warns if it did not converge, as where fixed shares cannot be met.
     """
     log_p, alpha, prior, g, reduce = _check(log_p, lambda1, lambda2, row, prior, penalty, init, reduce)
     limits = {"tol": (tol, 0), "max_iter": (max_iter, 0), "sweeps": (sweeps, 1), "chunk_rows": (chunk_rows, 1)}

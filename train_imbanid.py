@@ -260,8 +260,8 @@ def print_results(results, out):
     print(f"ImbaNID is {ahead - results['kmeans_raw']['ACC']:+.2f} ACC against k-means on raw features, "
           f"{ahead - results['kmeans_pretrained']['ACC']:+.2f} on pre-trained ones, "
           f"{ahead - results['ss_kmeans_raw']['ACC']:+.2f} against semi-supervised k-means on raw features")
-    print(f"everything is in {out}/: results.json, log.jsonl, last.pt, test_pred.npy, test_feature.npy, pseudo_label.npy, "
-          "confidence.npy, beta.npy")
+    print(f"everything is in {out}/: results.json, log.jsonl, last.pt, test_pred.npy, train_feature.npy, test_feature.npy, "
+          "pseudo_label.npy, confidence.npy, beta.npy")
 
 
 def seeding(args, meta):
@@ -285,8 +285,9 @@ def wanted_classes(args, meta):
     if wanted in ("auto", "appendix_e"):
         return wanted, most
     if not wanted.isdecimal() or not least <= int(wanted) <= most:
+        known = " (the known classes)" if meta["num_known"] else ""
         raise UserError(f"--num_classes {wanted}: pass true (on a benchmark), auto, appendix_e, or a number from "
-                        f"{least} (the known classes) to {most} (as many as there are rows for)")
+                        f"{least}{known} to {most} (as many as there are rows for)")
     return int(wanted), most
 
 

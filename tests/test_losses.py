@@ -63,6 +63,14 @@ def test_an_anchor_without_positives_has_no_loss_and_no_nan():
     assert (alone == 0).all() and (zero == 0).all()
 
 
+def test_what_a_noisy_row_holds_does_not_matter_and_minus_one_is_no_class():
+    z, label, q, clean = batch()
+    expected = class_wise_loss(z, label, q, clean)[0]
+    assert torch.equal(class_wise_loss(z, label, torch.where(clean, q, math.nan), clean)[0], expected) and not clean.all()
+    loss, size = class_wise_loss(z, torch.full_like(label, -1), q, torch.ones_like(clean))
+    assert (loss == 0).all() and (size == 0).all()
+
+
 def test_class_0_is_a_class_like_any_other():
     z, label, q, clean = batch()
     assert torch.allclose(class_wise_loss(z, label, q, clean)[0], class_wise_loss(z, label + 5, q, clean)[0])
@@ -104,6 +112,7 @@ def test_select_clean_worked_by_hand():
     ("confidence", {"confidence": torch.tensor([0.5, math.nan])}), ("confidence", {"confidence": torch.ones(3)}),
     ("beta", {"beta": torch.tensor([0.5, math.nan])}), ("label", {"label": torch.tensor([0, 2])}),
     ("label", {"label": torch.tensor([0, -1])}), ("rho", {"rho": math.nan}), ("rho", {"rho": -1}),
+    ("labelled", {"labelled": torch.ones(1) > 0}),
     ("tau_g", {"tau_g": math.nan})])
 def test_select_clean_refuses(word, changed):
     given = {"label": torch.tensor([0, 1]), "confidence": torch.ones(2), "beta": torch.ones(2) / 2}
@@ -115,6 +124,7 @@ def test_an_empty_class_selects_nothing_and_an_exact_quota_is_not_rounded_up():
     label = torch.tensor([0] * 10)
     clean = select_clean(label, torch.linspace(0, 1, 10), torch.tensor([0.3, 0.7]), rho=1.0, use_qr=False)
     assert clean.sum() == 3  # 10 * 1 * 0.3 is 3, not ceil(3.0000000000000004) = 4
+    assert select_clean(label, torch.ones(10), torch.tensor([0.3, 0.7]), rho=1e30, use_qr=False).all()
 
 
 @pytest.mark.parametrize("call,word", [

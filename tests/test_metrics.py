@@ -60,6 +60,14 @@ def test_bad_arguments(truth, cluster):
         match_clusters(np.array(truth, dtype=int), np.array(cluster, dtype=int))
 
 
+def test_a_mask_is_no_clustering_and_groups_need_their_classes():
+    with pytest.raises(ValueError, match="integers"):
+        cluster_metrics(np.array([0, 1]), np.array([True, False]), 1, [1, 1])
+    for num_known in (-1, 4):
+        with pytest.raises(ValueError, match="num_known"):
+            size_groups([5, 4, 3], num_known)
+
+
 @pytest.mark.parametrize("num_known,class_counts", [(2, [5, 3]), (4, [5, 3, 1]), (-1, [5, 3, 1])])
 def test_every_class_needs_its_count(num_known, class_counts):
     with pytest.raises(ValueError, match="class_counts"):

@@ -69,6 +69,7 @@ def test_what_spreadsheets_put_around_a_table(tmp_path):
     for name, content in (("sep.csv", "sep=;\ntext;label\n" + "".join(f"{row['text']};a\n" for row in rows)),
                           ("colon.csv", "sep=:\ntext:label\n" + "".join(f"{row['text']}:a\n" for row in rows)),
                           ("blank.csv", "\n \ntext,label\n" + "".join(f'"{row["text"]}",a\n' for row in rows)),
+                          ("quoted.csv", 'text;label;"a, b, c"\n' + "".join(f"{row['text']};a;\n" for row in rows)),
                           ("commas.tsv", "text,label\n" + "".join(f'"{row["text"]}",a\n' for row in rows)),
                           ("late.json", "\n\n" + json.dumps(rows, indent=1))):
         (tmp_path / name).write_text(content)
@@ -471,9 +472,13 @@ def test_bad_calls_of_predict(own_run, tmp_path, tiny_run):
     (edited / "last.pt").write_bytes(b"PK")
     one_line_error(script("predict.py", edited, new, ok=False), "last.pt", "results.json", "train_imbanid.py")
     shutil.copy(run / "last.pt", edited)
-    for text in ("cluster,name\n0,a\n", "id,name\n,a\n", "id,name\n99,a\n", "id,name\n"):
+    for text in ("cluster,name\n0,a\n", "id,name\n,a\n", "id,name\n99,a\n", "id,name\n", "id,name\n0,a\n0,b\n"):
         (edited / "clusters.csv").write_text(text)
         one_line_error(script("predict.py", edited, new, ok=False), "clusters.csv", "id")
+    (edited / "clusters.csv").write_text("id,name\n0,a\n,\n")  # the empty row that spreadsheets leave
+    (tmp_path / "gaps.csv").write_text("text,note\nopen the door,x\n,y\n")
+    done = script("predict.py", edited, tmp_path / "gaps.csv")
+    assert "1 rows labelled by column 'text', 1 have no text" in done.stderr
 
 
 def test_without_any_label(tmp_path, tiny_rows, tiny_encoder):
