@@ -618,8 +618,9 @@ def read_run(folder, **task):
         labels = {split: np.load(folder / f"{split}_label.npy") for split in SPLITS}
         names = (folder / "labels.txt").read_text(encoding="utf-8").splitlines()
     except FileNotFoundError as err:
-        again = f"remove {folder} and {remake}" if folder.exists() else f"{remake} first"
-        raise UserError(f"{err.filename} is missing: {again} (or say where it is: --data_dir)") from None
+        again = (f"remove {folder} and {remake}" if folder.exists() else
+                 f"{remake} first (or say where it is: --data_dir)")
+        raise UserError(f"{err.filename} is missing: {again}") from None
     except (ValueError, KeyError, TypeError, IndexError, EOFError) as err:
         raise UserError(f"{folder} is damaged ({err}): remove it and {remake}") from None
     for split in SPLITS:

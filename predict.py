@@ -352,7 +352,7 @@ def label_file(args):
         for done in label_rows(itertools.chain(sample, rows), text_column, labeller, names, added, args.batch_size):
             table.writerows(done)
             count += len(done)
-            without += sum(not row.get(text_column, "").strip() for row in done)
+            without += sum(added[0] not in row for row in done)
             if not stdin:
                 bar.update(file.buffer.tell() - bar.n)
         out.flush()
