@@ -110,13 +110,16 @@ def print_mean(folders):
                 raise UserError(f"these runs differ in more than the seed ({key} {one}, {other}): take their means one by one")
     if len({run["seed"] for run in runs}) < len(runs):
         raise UserError("a mean over seeds has each seed once")
-    print(f"\n{first['dataset']}, gamma {first['gamma']:g}, encoder {first['encoder']}, seeds "
-          f"{' '.join(str(run['seed']) for run in runs)}: mean and standard deviation, percent")
-    print(f"{'':30}" + "".join(f"{c:>14}" for c in COLUMNS))
+    several = len(runs) > 1  # one seed has no deviation
+    print(f"\n{first['dataset']}, gamma {first['gamma']:g}, encoder {first['encoder']}, "
+          + (f"seeds {' '.join(str(run['seed']) for run in runs)}: mean and standard deviation, percent" if several else
+             f"seed {first['seed']}, percent"))
+    print(f"{'':30}" + "".join(f"{c:>{14 if several else 9}}" for c in COLUMNS))
     for title, key in ROWS:
         if key in first:
             title = title.replace("ImbaNID", method_title(first))
-            print(f"{title:30}" + "".join(f"{mean:8.2f} ±{sd:4.2f}" for mean, sd in spread(runs, key).values()))
+            print(f"{title:30}" + "".join(f"{mean:8.2f} ±{sd:4.2f}" if several else f"{mean:9.2f}"
+                                          for mean, sd in spread(runs, key).values()))
     minutes = np.array([sum(run["seconds"].values()) for run in runs]) / 60
     print(f"{minutes.mean():.1f} minutes a run, peak memory {max(run['peak_memory_mb'] for run in runs):.0f} MB")
 

@@ -114,8 +114,12 @@ def test_the_real_encoder_learns_something(real_minilm_run):
 
 def test_mean_and_keep(real_minilm_run, tmp_path):
     out, _ = real_minilm_run
-    done = script("figures.py", "mean", out)
-    assert "±0.00" in done.stdout and "semi-supervised k-means" in done.stdout
+    results = json.loads((out / "results.json").read_text())
+    ACC = results["test"]["ACC"]
+    one = script("figures.py", "mean", out).stdout
+    assert "±" not in one and f"{ACC:.2f}" in one and "semi-supervised k-means" in one
+    (tmp_path / "other.json").write_text(json.dumps({**results, "seed": 6, "test": {**results["test"], "ACC": ACC + 2}}))
+    assert f"{ACC + 1:.2f} ±1.41" in script("figures.py", "mean", out, tmp_path / "other.json").stdout
     script("figures.py", "keep", out, cwd=tmp_path)
     assert json.loads((tmp_path / "results/demo_g10_s5.json").read_text())["seed"] == 5
     assert script("figures.py", "draw", ok=False).returncode == 2
