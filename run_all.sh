@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The whole pipeline, for a benchmark or for a table of your own:
 #
-#   bash run_all.sh DATASET GAMMA [flags for train_imbanid.py]
+#   bash run_all.sh DATASET GAMMA [flags for train_imbanid.py, or of pretrain.py alone]
 #   bash run_all.sh DATASET GAMMA --method METHOD [its flags]   a compared method, see baselines/
 #   bash run_all.sh TABLE [flags]                               a .csv, .tsv or .jsonl file, see README
 #
@@ -43,8 +43,8 @@ if [ "$nproc" != 1 ]; then
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 1 ? threads : 1))}  # torchrun's own default is 1, and it says so at length
 fi
 
-# The flags of the first and the last stage are picked out, two are for both trainings, the others are train_imbanid.py's.
-help= tag= method=imbanid make=() name=() pre=() train=()
+# The flags that another stage has alone are picked out, three are for both trainings, the others are train_imbanid.py's.
+help= tag= method=imbanid make=() name=() pre=() both=() train=()
 while [ $# -gt 0 ]; do
     value=("${@:2:1}")
     case "$1" in
@@ -55,9 +55,10 @@ while [ $# -gt 0 ]; do
         --method) method=${value[0]:-} && shift ;;
         --method=*) method=${1#--method=} ;;
         -h | --help) help=yes train+=(--help) ;;
-        --restart) pre+=("$1") train+=("$1") ;;
-        --device) pre+=("$1" "${value[@]}") train+=("$1" "${value[@]}") && shift ;;
-        --device=*) pre+=("$1") train+=("$1") ;;
+        --labeled_batch_size | --mask_epochs | --max_length | --patience | --select | --trained_layers) pre+=("$1" "${value[@]}") && shift ;;
+        --labeled_batch_size=* | --mask_epochs=* | --max_length=* | --patience=* | --select=* | --trained_layers=* | --no_mlm) pre+=("$1") ;;
+        --device | --cache_gb) both+=("$1" "${value[@]}") && shift ;;
+        --device=* | --cache_gb=* | --restart) both+=("$1") ;;
         --tag) tag=${value[0]:+_${value[0]}} train+=("$1" "${value[@]}") && shift ;;
         --tag=*) tag=${1#--tag=} tag=${tag:+_$tag} train+=("$1") ;;
         --dataset* | --gamma* | --seed* | --known_ratio* | --labeled_ratio* | --data_dir* | --out_dir*)
@@ -77,7 +78,9 @@ if [ "$method" != imbanid ]; then
     if [ "$nproc" != 1 ]; then echo "run_all.sh: the compared methods run on one process: leave NPROC out" >&2 && exit 2; fi
     stage=(-m "baselines.$method" --encoder "$encoder") module=baselines.$method
     tag=_$method$tag
+    train+=(${pre[@]+"${pre[@]}"}) pre=()  # it runs its own pre-training, if it needs one
 fi
+pre+=(${both[@]+"${both[@]}"}) train=(${both[@]+"${both[@]}"} ${train[@]+"${train[@]}"})
 
 # A wrong flag is said now, and not after the pre-training; a number of classes that does not fit the data, once they are there.
 check='
@@ -101,7 +104,7 @@ for seed in $seeds; do
     python make_lt_data.py "${task[@]}" --raw_dir "$raw" ${make[@]+"${make[@]}"}
     case "$method ${train[*]-}" in "imbanid "*--num_classes*) python -c "$check" "$module" data "${task[@]}" "${train[@]}" >&2 ;; esac
     # data/<run>/ -> out/<run>/pretrain.pt
-    if [ "$method" = imbanid ]; then "${launch[@]}" pretrain.py "${task[@]}" --encoder "$encoder" ${pre[@]+"${pre[@]}"}; fi  # a compared method runs it if it needs it
+    if [ "$method" = imbanid ]; then "${launch[@]}" pretrain.py "${task[@]}" --encoder "$encoder" ${pre[@]+"${pre[@]}"}; fi
     # data/<run>/ and out/<run>/pretrain.pt -> out/<run>/results.json and what belongs to it
     "${launch[@]}" "${stage[@]}" "${task[@]}" ${train[@]+"${train[@]}"}
     run=$(python -c 'import sys, make_lt_data as m; d, g, s, k = sys.argv[1:]; print(m.run_name(d, float(g), int(s), float(k)))' \

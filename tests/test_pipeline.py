@@ -5,12 +5,16 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 from conftest import PATIENCE, REPO, script
 
+import pretrain
+import train_imbanid
 from figures import (
     ablation_table,
+    headline_table,
     methods_table,
     other_settings_table,
     overview_table,
@@ -72,6 +76,13 @@ def test_flags_reach_the_stages_they_are_for(tmp_path):
     assert "--device" not in make and pre.endswith(f"--encoder {tmp_path}/model --device cpu --restart")
     assert train.endswith("--device cpu --restart --omega=0.3 --tag x") and mean == "figures.py mean out/run_x"
     assert said("--tag", "")[-1] == said("--tag=")[-1] == "figures.py mean out/run"
+    alone = {f.name for f in fields(pretrain.Args)} - {f.name for f in fields(train_imbanid.Args)} - {"encoder"}
+    for flag in alone:
+        words = [f"--{flag}"] if flag == "no_mlm" else [f"--{flag}", "7"]
+        for given in (words, ["=".join(words)]):
+            _, pre, train, _ = said(*given)
+            assert pre.endswith(" ".join(["model", *given])) and flag not in train
+    assert said("--method", "clnn", "--max_length", "7")[1].endswith("--max_length 7")
     own = tmp_path / "own"
     for seed in (0, 1):
         (own / f"out/run{seed}").mkdir(parents=True)
@@ -132,24 +143,35 @@ def test_a_script_starts_by_itself(name):
     assert not done.stderr and done.stdout.startswith(f"usage: {name}")
 
 
-@pytest.mark.parametrize("build", [results_table, ablation_table, settings_table, overview_table, methods_table,
+DOCUMENTS = [REPO / name for name in ("README.md", "baselines/README.md", "docs/experiments.md")]
+
+
+@pytest.mark.parametrize("build", [headline_table, results_table, ablation_table, settings_table, overview_table, methods_table,
                                    other_settings_table, transport_tables, speed_table])
-def test_readme_tables_are_the_ones_built_from_results(build):
-    readme = (REPO / "README.md").read_text()
+def test_tables_are_the_ones_built_from_results(build):
+    text = "\n\n".join(path.read_text() for path in DOCUMENTS)
     tables = build(REPO / "results")
     assert tables
     for table in tables.split("\n\n"):
-        assert len(table.splitlines()) > 2 and readme.count(f"\n\n{table}\n\n") == 1, "README's are stale: figures.py table"
-        assert readme.count(table.splitlines()[0]) == 1
+        assert len(table.splitlines()) > 2 and text.count(f"\n\n{table}\n\n") == 1, "stale: python figures.py table"
+        assert text.count(table.splitlines()[0]) == 1
 
 
-def test_readme_names_every_flag_it_shows():
-    readme = (REPO / "README.md").read_text()
+def test_documents_name_flags_and_places_that_exist():
     scripts = [REPO / f"{name}.py" for name in ("make_lt_data", "pretrain", "train_imbanid")]
     sources = "".join(path.read_text() for path in [*scripts, *(REPO / "baselines").glob("*.py")])
     by_hand = re.findall(r'"--([a-z_]+)"', (REPO / "predict.py").read_text())
-    for flag in set(re.findall(r"`--([a-z_0-9]+)", readme)) - {"nproc_per_node", "nnodes", "max_restarts", "help", *by_hand}:
-        assert f"    {flag}: " in sources, flag
+    titles = {path: {re.sub(r"[^\w -]", "", line.lower()).replace(" ", "-")
+                     for line in re.findall(r"^#+ (.*)", path.read_text(), re.M)} for path in DOCUMENTS}
+    for path in DOCUMENTS:
+        for flag in set(re.findall(r"`--([a-z_0-9]+)", path.read_text())) - {"nproc_per_node", "nnodes", "max_restarts", "help",
+                                                                            *by_hand}:
+            assert f"    {flag}: " in sources, flag
+        for link in re.findall(r"\]\(([^)]+)\)", path.read_text()):
+            if not link.startswith("http"):
+                file, _, title = link.partition("#")
+                place = (path.parent / file).resolve() if file else path
+                assert place.exists() and (not title or title in titles[place]), f"{path.name}: {link}"
 
 
 def test_ruff():
