@@ -159,7 +159,8 @@ def test_tables_are_the_ones_built_from_results(build):
 
 def test_documents_name_flags_and_places_that_exist():
     scripts = [REPO / f"{name}.py" for name in ("make_lt_data", "pretrain", "train_imbanid")]
-    sources = "".join(path.read_text() for path in [*scripts, *(REPO / "baselines").glob("*.py")])
+    scripts += [*(REPO / "baselines").glob("*.py"), *(REPO / "tests").glob("bench_*.py")]
+    sources = "".join(path.read_text() for path in scripts)
     by_hand = re.findall(r'"--([a-z_]+)"', (REPO / "predict.py").read_text())
     titles = {path: {re.sub(r"[^\w -]", "", line.lower()).replace(" ", "-")
                      for line in re.findall(r"^#+ (.*)", path.read_text(), re.M)} for path in DOCUMENTS}
