@@ -223,7 +223,7 @@ def compared(folder):
 
 def headline_table(folder="results"):
     """README's first table: mean ACC at gamma 10 beside the paper's, the best compared method's and that of k-means."""
-    rows, kmeans = [], ("k-means, raw features", "semi-sup. k-means, raw features")
+    rows, kmeans = [], ("semi-sup. k-means, pretrained features", "semi-sup. k-means, raw features", "k-means, raw features")
     for (dataset, gamma, _), seeds, by_method in compared(folder):
         acc = {title: spread([runs[seed] for seed in seeds], "test")["ACC"][0] for title, runs in by_method.items()}
         others = [title for title in METHODS.values() if title in acc and title != "ImbaNID"]
