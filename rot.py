@@ -323,11 +323,8 @@ def _newton_at(problem, g, value, q, beta, tol, max_iter):
             system.diagonal().add_(1e-13 * largest + 1e-12 * residual)
             factor, failed = torch.linalg.cholesky_ex(system)
         before = residual
-        if failed:  # flat to the last digit in more directions: step along the others
-            values, vectors = torch.linalg.eigh(system)
-            step = vectors @ ((vectors.T @ grad) / values.clamp_min(1e-12 * values[-1] + 1e-300))
-        else:
-            step = torch.cholesky_solve(grad[:, None], factor)[:, 0]
+        # Cholesky fails where the dual is flat to the last digit in more directions: then each column goes by itself.
+        step = grad / system.diagonal() if failed else torch.cholesky_solve(grad[:, None], factor)[:, 0]
         # Rows saturate a few lambda1 away, where longer steps overshoot: no column goes further than four, or a tenth of the
         # longest step. Laplacians are all the Hessian is made of, and with them a clamped step ascends still.
         step -= step.median()
@@ -342,7 +339,8 @@ def _newton_at(problem, g, value, q, beta, tol, max_iter):
             if slope > 0 and new[0] >= value + 1e-4 * t * slope or smaller and new[0] >= value - slack:
                 break
             t /= 4
-            if t < 1e-9:  # the direction is worth nothing; a sweep still ascends
+            # Where groups of columns hardly share a row the step may be 1e11 long, of which the first lambda1 is good.
+            if t < 1e-9 and t * most < problem.lambda1:  # the direction is worth nothing; a sweep still ascends
                 trial, before = _sweep(problem, g, q, beta), 0.0
                 new = problem.value_and_sums(trial)
                 break

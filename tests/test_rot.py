@@ -179,6 +179,31 @@ def test_fixed_shares_are_reached_at_the_smallest_lambda1():
             assert r.converged and r.n_iter <= 60, (seed, lambda1, r)
 
 
+def tight_clusters(N, K, temperature):
+    """log P (N, K) of a cosine head on unit features close around K centres, class sizes with a tail a tenth of the largest."""
+    generator = torch.Generator().manual_seed(0)
+    centre = torch.nn.functional.normalize(torch.randn(K, 64, generator=generator), dim=1)
+    label = torch.multinomial(10 ** (-torch.arange(K) / (K - 1)), N, True, generator=generator)
+    z = torch.nn.functional.normalize(centre[label] + 0.0375 * torch.randn(N, 64, generator=generator), dim=1)
+    return (z @ centre.T / temperature).log_softmax(1)
+
+
+@pytest.mark.parametrize("log_p", [
+    pytest.param(3.2 * torch.nn.functional.one_hot((torch.arange(100) < 48).long(), 2).double(), id="two groups of rows"),
+    pytest.param(tight_clusters(1500, 77, 0.05), id="tight clusters")])
+def test_fixed_shares_are_reached_where_groups_of_columns_hardly_share_a_row(log_p):
+    """The Newton step is very long there, and only its first small part is good."""
+    result = relaxed_ot(log_p, penalty="equality")
+    assert result.converged and result.n_iter <= 30
+    assert torch.allclose(result.plan.sum(0).double(), torch.full((log_p.shape[1],), 1 / log_p.shape[1]).double(), atol=1e-6)
+
+
+def test_a_prior_that_nothing_can_meet_is_said_to_be_out_of_reach():
+    with pytest.warns(RuntimeWarning, match="stopped at residual"):
+        prior = torch.tensor([1e-300] * 4 + [1.0], dtype=torch.float64)
+        assert not relaxed_ot(scores(K=5), prior=prior, max_iter=20).converged
+
+
 def test_scores_that_carry_a_gradient_are_taken_as_numbers(monkeypatch):
     log_p = scores(seed=8)
     for keep in (2**26, 0):
