@@ -686,6 +686,8 @@ def main(words):
     elif command == "mean":
         print_mean(paths)
     elif command == "keep":
+        if kept := [path for path in paths if not Path(path).is_dir()]:
+            raise UserError(f"{kept[0]} is no folder of out/, whose results.json could be kept")
         Path("results").mkdir(exist_ok=True)
         for path in paths:
             write_atomic(Path("results") / f"{Path(path).name}.json", json.dumps(read_benchmark(path), indent=1) + "\n")

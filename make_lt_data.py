@@ -138,7 +138,7 @@ def run_script(main, Args=None):
     except OSError as err:
         # None is numpy's short write; the rest are disks that are full and paths that are not what they should be.
         if err.errno not in (None, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS, errno.ENOTDIR,
-                             errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.EIO):
+                             errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.EIO, errno.ENAMETOOLONG):
             raise
         message = f"cannot use {err.filename or 'the output folder'}: {err.strerror or err}; nothing was left half-written"
         every = True
@@ -617,6 +617,8 @@ def read_run(folder, **task):
                 texts[split] = [row[0] for row in csv.reader(f, delimiter="\t")][1:]
         labels = {split: np.load(folder / f"{split}_label.npy") for split in SPLITS}
         names = (folder / "labels.txt").read_text(encoding="utf-8").splitlines()
+        if "own" in meta:
+            os.stat(folder / "train_row.npy")  # which predict.py opens
     except FileNotFoundError as err:
         again = (f"remove {folder} and {remake}" if folder.exists() else
                  f"{remake} first (or say where it is: --data_dir)")

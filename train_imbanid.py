@@ -13,6 +13,7 @@ Writes  out/<run>/  last.pt  pseudo_label.npy confidence.npy beta.npy train_feat
 One epoch: features of all rows -> log P of the cluster head -> relaxed_ot (Eq. 5) -> select_clean (Eq. 6-9) -> batches of
 CWCL (Eq. 10), IWCL (Eq. 11) and cross-entropy on the clean rows (Eq. 12). Test rows get the head's argmax.
 """
+import contextlib
 import json
 import math
 import os
@@ -317,11 +318,15 @@ def evaluate(args, z, head, pseudo_label, data, labels, meta, kmeans_file):
     """
     K, num_known = len(head), meta["num_known"]
     pred = (z["final"]["test"] @ normalize(head, dim=1).T).argmax(1).cpu().numpy()
-    if not kmeans_file.exists() or args.restart:
+    found = None
+    if kmeans_file.exists() and not args.restart:
+        with contextlib.suppress(ValueError, EOFError):  # a damaged one is made anew
+            found = np.load(kmeans_file)
+    if found is None:
         label = torch.from_numpy(labels["train"]).to(head.device)
         found = kmeans_rows(z["raw"], z["pretrained"], label, K, num_known, args.seed)
         write_atomic(kmeans_file, lambda f: np.save(f, found))
-    clusters = dict(zip(("kmeans_raw", "ss_kmeans_raw", "kmeans_pretrained"), np.load(kmeans_file)), test=pred)
+    clusters = dict(zip(("kmeans_raw", "ss_kmeans_raw", "kmeans_pretrained"), found), test=pred)
     clusters["test_kmeans"] = KMeans(K, n_init=10, random_state=args.seed).fit_predict(z["final"]["test"].cpu().numpy())
     return score(clusters, pseudo_label, labels, data, num_known), pred
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import PATIENCE, REPO, TINY_PRETRAIN, TINY_TRAIN, one_line_error, read_tsv, script
 
-from make_lt_data import make_own_task, make_split, open_table, raw_corpus, read_run, read_table, records, run_name
+from make_lt_data import UserError, make_own_task, make_split, open_table, raw_corpus, read_run, read_table, records, run_name
 from metrics import cluster_metrics
 from predict import distinct, keywords, propose_names
 from pretrain import appendix_e, estimate_num_classes, load_checkpoint, num_classes_by_size
@@ -87,6 +87,11 @@ def test_odd_texts_survive(tmp_path):
     folder = tmp_path / "data"
     script("make_lt_data.py", "--dataset", path, "--data_dir", folder)
     assert read_run(folder / "t_s0")[0]["train"] == texts["train"]
+    (folder / "t_s0/train_row.npy").unlink()
+    with pytest.raises(UserError, match="train_row.npy is missing"):
+        read_run(folder / "t_s0")
+    long = path.rename(tmp_path / f"{'x' * 248}.jsonl")
+    one_line_error(script("make_lt_data.py", "--dataset", long, "--data_dir", folder, ok=False), "name too long")
 
 
 def test_duplicates_conflicts_and_dev(capsys):

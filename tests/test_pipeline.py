@@ -8,7 +8,7 @@ import sys
 from dataclasses import fields
 
 import pytest
-from conftest import PATIENCE, REPO, script
+from conftest import PATIENCE, REPO, one_line_error, script
 
 import pretrain
 import train_imbanid
@@ -133,6 +133,8 @@ def test_mean_and_keep(real_minilm_run, tmp_path):
     assert f"{ACC + 1:.2f} ±1.41" in script("figures.py", "mean", out, tmp_path / "other.json").stdout
     script("figures.py", "keep", out, cwd=tmp_path)
     assert json.loads((tmp_path / "results/demo_g10_s5.json").read_text())["seed"] == 5
+    one_line_error(script("figures.py", "keep", "results/demo_g10_s5.json", cwd=tmp_path, ok=False), "no folder")
+    assert len([*(tmp_path / "results").iterdir()]) == 1
     assert script("figures.py", "draw", ok=False).returncode == 2
 
 

@@ -392,6 +392,16 @@ def test_hidden_labels_change_no_byte_of_the_model(tiny_run, tmp_path):
         assert (first / name).read_bytes() == (second / name).read_bytes()
 
 
+def test_a_damaged_cache_of_the_kmeans_rows_is_made_anew(tiny_run):
+    task, folder = tiny_run
+    first, _ = train(task, "--tag", "rows", "--epochs", 1)
+    cache, = (folder / "out/demo_g4_s0").glob("kmeans_8_*.npy")
+    whole = cache.read_bytes()
+    cache.write_bytes(whole[:100])
+    second, _ = train(task, "--tag", "rows_again", "--epochs", 1)
+    assert cache.read_bytes() == whole and second["ss_kmeans_raw"] == first["ss_kmeans_raw"]
+
+
 @pytest.mark.parametrize("P, pseudo_label", [(2, "rot"), (4, "rot"), (4, "kmeans")])  # 174 rows: 4 does not divide them
 def test_several_processes_give_what_one_gives(tiny_run, P, pseudo_label):
     """Under torchrun each process holds every P-th row and draws its own batches, which a tiny learning rate makes harmless."""
