@@ -636,10 +636,8 @@ def main(args):
     on_all_processes(device, lambda *where: train(args, texts, labels, meta, config, dtype, out, *where))
 
 
-def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
-    """From the texts to pretrain.pt."""
-    done, part = out / "pretrain.pt", out / "pretrain_part.pt"
-    start, N, code = time.time(), len(labels["train"]), commit()
+def read_texts(args, texts, device, dtype, out, rank, world):
+    """The encoder, and of this process's rows the token ids and the hidden states: {"train", "dev"} of Packed each."""
     torch.manual_seed(args.seed)  # minilm comes without a language-model head: it is drawn
     encoder = Encoder(args.encoder, args.max_length, device, dtype, not args.no_cache, args.cache_gb, out, args.trained_layers)
     tokens = {split: encoder.tokenize(texts[split]) for split in ("train", "dev")}
@@ -653,6 +651,14 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
     encoder.limit_vocabulary(tokens["train"])
     tokens = {split: ids.take(torch.arange(len(ids), device=device)[rank::world]) for split, ids in tokens.items()}
     hidden = {split: encoder.cache(ids, f"reading {split}" if rank == 0 else None) for split, ids in tokens.items()}
+    return encoder, tokens, hidden
+
+
+def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
+    """From the texts to pretrain.pt."""
+    done, part = out / "pretrain.pt", out / "pretrain_part.pt"
+    start, N, code = time.time(), len(labels["train"]), commit()
+    encoder, tokens, hidden = read_texts(args, texts, device, dtype, out, rank, world)
     label, dev_label = (torch.from_numpy(labels[split]).to(device) for split in ("train", "dev"))
 
     def unit_features(split):
