@@ -3,14 +3,14 @@
 Reads   out/<run>/  results.json log.jsonl *.npy  (train_imbanid.py; the tables: results/*.json), clusters.csv assignments.csv
         (predict.py), and data/<run>/ beside out/ for the true classes (make_lt_data.py)
 Writes  out/<run>/figures/*.png and report.html; of several runs also out/figures/*.png, where gamma, omega, lambda2, the known
-        ratio or the tag differ. The tables go to the screen; `keep` writes results/, which README's tables are built from
+        ratio or the tag differ. The tables go to the screen; `keep` writes results/, which the documents' tables are built from
 
     python figures.py out/clinc_g10_s0                                             the pictures and the page of a run
     python figures.py out/clinc_g10_s*                                             of each run, and what compares them
     python figures.py mean out/clinc_g10_s0 out/clinc_g10_s1 out/clinc_g10_s2      mean and standard deviation over seeds
     python figures.py keep out/clinc_g10_s0 out/clinc_g10_s1                       copy results.json to results/<run>.json
     python figures.py results/*_g10_s?_omega* results/*_g10_s?.json                what compares kept runs, in out/figures/
-    python figures.py table                                                        README's tables, in Markdown
+    python figures.py table                                                        the documents' tables, in Markdown
 """
 import base64
 import html
@@ -252,8 +252,8 @@ def overview_table(folder="results"):
 
 
 def methods_table(folder="results"):
-    """README's table of the compared methods, all there is to them; ImbaNID's row has a paired t-test of its ACC against the
-    best other row. Empty where nothing can be compared."""
+    """baselines/README.md's table of all there is to the compared methods; ImbaNID's row has a paired t-test of its ACC against
+    the best other row. Empty where nothing can be compared."""
     rows = [row for group in compared(folder) for row in methods_rows(*group)]
     columns = "corpus", "gamma", "method", "seeds", *METHOD_COLUMNS, "paper (BERT), ACC"
     return markdown(columns, rows) if rows else ""
@@ -283,7 +283,7 @@ def method_cells(runs):
 
 
 def other_settings_table(folder="results"):
-    """README's table of compared methods with other settings than in methods_table; empty without such runs.
+    """The table in baselines/README.md of methods with other settings than in methods_table; empty without such runs.
 
     Runs with a tag, under the untagged ones of the same seeds, each with the flags that differ between them.
     """
@@ -322,7 +322,8 @@ def paper_acc(method, dataset, gamma):
 
 
 def settings_table(folder="results"):
-    """README's table of runs that differ in one setting, on the seeds that all its values have; empty without such runs.
+    """docs/experiments.md's table of runs that differ in one setting, on the seeds that all its values have; empty without
+    such runs.
 
     K shows how many classes a run had: the true number, or for each seed the estimated one.
     """
@@ -343,7 +344,7 @@ def settings_table(folder="results"):
 
 
 def transport_tables(folder="results"):
-    """README's tables on rot.py, built from results/bench_rot.json (tests/bench_rot.py --keep)."""
+    """The tables on rot.py, built from results/bench_rot.json (tests/bench_rot.py --keep)."""
     found = read_results(Path(folder) / "bench_rot.json")
     names = {dataset: CORPORA[dataset][0] for dataset in found["steps"]}
 
@@ -372,7 +373,7 @@ def transport_tables(folder="results"):
 
 
 def speed_table(folder="results"):
-    """README's table on the speed of training, built from results/bench_train.json (tests/bench_train.py --keep)."""
+    """The tables on the speed of training, built from results/bench_train.json (tests/bench_train.py --keep)."""
     found = read_results(Path(folder) / "bench_train.json")
     rows = [[title, f"{found[side]['total']:.0f}",
              *(f"{found[side][stage]['seconds']:.0f} s, {found[side][stage]['rows_per_second']:.0f} rows/s, "
