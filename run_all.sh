@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The whole pipeline, for a benchmark or for a table of your own:
 #
-#   bash run_all.sh DATASET GAMMA [flags for train_imbanid.py, or of pretrain.py alone]
+#   bash run_all.sh DATASET GAMMA [flags of train_imbanid.py, or of pretrain.py alone]
 #   bash run_all.sh DATASET GAMMA --method METHOD [its flags]   a compared method, see baselines/
 #   bash run_all.sh TABLE [flags]                               a .csv, .tsv or .jsonl file, see README
 #
