@@ -609,7 +609,8 @@ def report(run, pictures):
     if not ((folder / "clusters.csv").exists() and (folder / "assignments.csv").exists()):
         raise UserError(f"run `python predict.py {folder}` first, which writes clusters.csv and assignments.csv")
     with open_table(folder / "clusters.csv") as f:  # as somebody's spreadsheet may have left it
-        clusters = [{key: value[:300] for key, value in line.items()} for line in records(f, folder / "clusters.csv")]
+        clusters = [{key: value[:300] for key, value in line.items()} for line in records(f, folder / "clusters.csv")
+                    if any(line.values())]  # a spreadsheet may leave an empty one
     train_row, place = np.load(folder / "train_row.npy"), {line["id"]: i for i, line in enumerate(clusters)}
     rows = np.flatnonzero(train_row >= 0)
     chosen, xy = tsne(np.load(folder / "train_feature.npy", mmap_mode="r"), train_row[rows])

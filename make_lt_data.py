@@ -279,8 +279,8 @@ def download(url, path, sha256):
 
 
 def clean(text):
-    """text as any table can hold it: \\n for every end of a line, ? for half a surrogate pair (JSON may hold one)."""
-    return text.replace("\r\n", "\n").replace("\r", "\n").encode("utf-8", "replace").decode()
+    """text as any table can hold it: \\n for every end of a line, ? for what JSON may hold: NUL, half a surrogate pair."""
+    return text.replace("\r\n", "\n").replace("\r", "\n").replace("\0", "?").encode("utf-8", "replace").decode()
 
 
 def read_rows(path):
@@ -398,7 +398,7 @@ def records(file, path):
 
     path: its name, whose ending tells .csv, .tsv, .jsonl and .json; anything else holds one text a line.
     """
-    kind, number, reader, above, said, begin = Path(path).suffix.lower(), 0, None, 0, None, 1
+    kind, number, reader, above, said, begin, full = Path(path).suffix.lower(), 0, None, 0, None, 1, False
 
     def checked():
         for line in itertools.chain([first], file):
@@ -416,11 +416,16 @@ def records(file, path):
                 row = row if whole else json.loads(row)
                 yield {clean(key): "" if value is None or value != value else clean(str(value)) for key, value in row.items()}
         elif kind in TABLES:
+            while first.count('"') % 2 and (more := file.readline()):  # a quoted name may go on in the next line
+                first, above = first + more, above + 1
             # A header of one name: no delimiter, so that commas in unquoted texts do no harm (none holds a unit separator).
             bare = re.sub('"[^"]*"', "", first)  # a comma in a quoted name delimits nothing
             delimiter = said or ("\t" if kind == ".tsv" and "\t" in first else max(",;\t|", key=bare.count))
-            reader = csv.reader(lines, delimiter=delimiter if delimiter in bare else "\x1f", strict=True)
+            reader = csv.reader(lines, delimiter=delimiter if delimiter in bare else "\x1f", strict=True,
+                                skipinitialspace=f"{delimiter} " in bare)  # or the space would hide a quote
             columns = [clean(name).strip() for name in next(reader, [])]
+            if columns.count("") > 1:  # a spreadsheet saves empty columns too
+                columns = [name or f"column {n}" for n, name in enumerate(columns, 1)]
             twice = next((name for name in columns if columns.count(name) > 1), None)
             if twice is not None:
                 raise UserError(f"{path} has several columns called {twice!r}: give each a name of its own")
@@ -430,9 +435,13 @@ def records(file, path):
                 row = row or [""] * (len(columns) == 1)  # an empty line of a one-column table is a row without text
                 if not row:
                     continue
-                if len(row) != len(columns):
+                full = full or len(row) == len(columns)
+                if not full or len(row) > len(columns):
+                    way_out = ("a text that holds the delimiter or a quote must stand in quotes" if len(row) > len(columns) else
+                               "if the names are divided by another character, put a line such as sep=; above them")
                     raise UserError(f"{path}, line {above + reader.line_num}: {len(row)} cell(s), the header has "
-                                    f"{len(columns)}: a text that holds the delimiter or a quote must stand in quotes")
+                                    f"{len(columns)}: {way_out}")
+                row += [""] * (len(columns) - len(row))  # a spreadsheet leaves out the delimiters of empty last cells
                 yield dict(zip(columns, map(clean, row)))
         else:
             yield from ({"text": line.rstrip("\r\n")} for line in lines if line)
@@ -457,7 +466,8 @@ def pick_column(path, columns, flag, wanted, usual, fallback):
 def pick_text_column(path, rows, columns, wanted=""):
     """The column with the texts: the one asked for, one with a usual name, or the one with the most letters in rows."""
     letters = {name: sum(c.isalpha() for row in rows for c in row.get(name, "")) for name in columns}
-    found = pick_column(path, columns, "text_column", wanted, TEXT_NAMES, max(columns, key=letters.get, default=None))
+    likely = [name for name in columns if name.lower() not in LABEL_NAMES] or columns
+    found = pick_column(path, columns, "text_column", wanted, TEXT_NAMES, max(likely, key=letters.get, default=None))
     if wanted or found and found.lower() in TEXT_NAMES:
         return found
     if found is None or not letters[found]:
@@ -480,7 +490,7 @@ def read_table(path, text_column, label_column):
     if not rows:
         raise UserError(f"{path} is empty, or a header without rows: expected a header line and texts")
     columns = list(dict.fromkeys(key for row in rows for key in row))  # a JSON object may leave a key out
-    text_column = pick_text_column(path, rows[:1000], columns, text_column)
+    text_column = pick_text_column(path, rows[:1000], [c for c in columns if c != label_column], text_column)
     others = [c for c in columns if c != text_column]
     label_column = None if label_column == "none" else pick_column(path, others, "label_column", label_column, LABEL_NAMES,
                                                                    None)

@@ -220,7 +220,9 @@ def describe(args):
     members = [np.flatnonzero(cluster == k) for k in range(K)]
     typical = [[texts[i] for i in own[np.argsort(-nearness[own], kind="stable")]] for own in members]
     titles = names[:num_known] + propose_names(words[num_known:], names[:num_known])
-    kept = {} if args.name_command or not (run / "clusters.csv").exists() else cluster_names(run, K)
+    found = cluster_names(run, K) if (run / "clusters.csv").exists() else {}
+    anew = bool(args.name_command) or not found
+    kept = {k: name for k, name in found.items() if k < num_known or not anew}
     titles = [kept.get(k, title) for k, title in enumerate(titles)]
     if args.name_command:
         asked = [ask_for_name(args.name_command, words[k], typical[k][:SHOWN], titles[k]) if typical[k] else titles[k]
@@ -235,7 +237,7 @@ def describe(args):
               f"{100 * sure[k]:.1f}", ", ".join(words[k]), *(typical[k] + [""] * EXAMPLES)[:EXAMPLES]]
              for k in order if size[k] or k < num_known]
     header = ["id", "known", "name", "size", "share", "confidence", "keywords", *(f"example_{n + 1}" for n in range(EXAMPLES))]
-    if not kept:
+    if anew:
         write_atomic(run / "clusters.csv", csv_bytes(header, lines))
     write_atomic(run / "assignments.csv", csv_bytes(("row", "text", "label", "cluster", "name", "confidence"), (
         [n + 1, texts[i], names[given[i]] if given[i] >= 0 else "", cluster[i], titles[cluster[i]],
@@ -245,8 +247,8 @@ def describe(args):
     print(f"{num_known} known clusters and {len(new)} new ones{'; the largest new ones:' if new else ''}")
     for line in new[:10]:
         print(f"{line[3]:7} rows  {line[5]:>5} %  {line[2][:40]:40}  {' '.join(line[7].split())[:70]}")
-    said = f"written to {run}/assignments.csv with the names of clusters.csv (delete that for new ones)" if kept else (
-        f"written to {run}/clusters.csv and assignments.csv")
+    said = f"written to {run}/clusters.csv and assignments.csv" if anew else (
+        f"written to {run}/assignments.csv with the names of clusters.csv (delete that for new ones)")
     print(f"{said}; python figures.py {run} draws report.html")
 
 

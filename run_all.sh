@@ -50,8 +50,8 @@ while [ $# -gt 0 ]; do
     case "$1" in
         --text_column | --label_column | --dev_ratio) make+=("$1" "${value[@]}") && shift ;;
         --text_column=* | --label_column=* | --dev_ratio=*) make+=("$1") ;;
-        --name_command) name+=("$1" "${value[@]}") && shift ;;
-        --name_command=*) name+=("$1") ;;
+        --name_command) name=("$1=${value[0]:-}") && shift ;;
+        --name_command=*) name=("$1") ;;
         --method) method=${value[0]:-} && shift ;;
         --method=*) method=${1#--method=} ;;
         -h | --help) help=yes train+=(--help) ;;
@@ -69,6 +69,7 @@ while [ $# -gt 0 ]; do
     if [ $# -gt 0 ]; then shift; fi
 done
 
+if [ "${name[*]-}" = --name_command= ]; then echo "run_all.sh: --name_command needs a program that prints a name" >&2 && exit 2; fi
 stage=(train_imbanid.py) module=train_imbanid
 if [ "$method" != imbanid ]; then
     if [ -n "$own" ] || [ ! -f "baselines/$method.py" ] || [ "$method" = shared ]; then
@@ -113,7 +114,10 @@ for seed in $seeds; do
     if [ -n "$own" ]; then
         # out/<run>/ -> clusters.csv, assignments.csv, then the figures and report.html
         ask=(${name[@]+"${name[@]}"})
-        if [ -e "out/$run$tag/clusters.csv" ]; then ask=(); fi  # nothing is new, and the names may be the user's by now
+        if [ -e "out/$run$tag/clusters.csv" ]; then  # the names may be the user's by now
+            if [ ${#ask[@]} -gt 0 ]; then echo "out/$run$tag/clusters.csv is there already: --name_command not asked (predict.py asks anew)"; fi
+            ask=()
+        fi
         python predict.py "out/$run$tag" ${ask[@]+"${ask[@]}"}
         python figures.py "out/$run$tag"
     fi

@@ -67,6 +67,7 @@ def make_own(folder, clusters=6, rows=40):
         for k in range(clusters):
             lines.writerow([k, "no" if k % 3 else "yes", f"{NASTY[k % 4]} {k}", rows // clusters, "1.50", "88.1", "word, " * 5,
                             *NASTY, "last"])
+        lines.writerow([""] * 12)  # as a spreadsheet may leave it
     log = {"epoch": 1, "dev_accuracy": None, "rot_iterations": 5, "rot_residual": 1e-8}
     (out / "log.jsonl").write_text(json.dumps(log) + "\n")
     (out / "results.json").write_text(json.dumps({

@@ -48,6 +48,9 @@ def test_columns_are_guessed_and_can_be_named(tmp_path):
     assert read_table(named, "note", "topic")[0][0] == "rood eht nepo" and read_table(named, "note", "text")[1] == TEXTS
     odd = table(tmp_path / "odd.tsv", [(n, text) for n, text in enumerate(TEXTS)], ("n", "what"), "\t")
     assert read_table(odd, "", "")[2:] == ("what", None)  # no usual name: the column with the most letters
+    phrase = table(tmp_path / "phrase.csv", [(text, "a_long_name_of_an_intent" * 3) for text in TEXTS], ("phrase", "intent"))
+    for asked in ("", "intent"):
+        assert read_table(phrase, "", asked)[2:] == ("phrase", "intent")
 
 
 def test_json_lines_json_and_unquoted_commas(tmp_path):
@@ -71,6 +74,11 @@ def test_what_spreadsheets_put_around_a_table(tmp_path):
                           ("blank.csv", "\n \ntext,label\n" + "".join(f'"{row["text"]}",a\n' for row in rows)),
                           ("quoted.csv", 'text;label;"a, b, c"\n' + "".join(f"{row['text']};a;\n" for row in rows)),
                           ("commas.tsv", "text,label\n" + "".join(f'"{row["text"]}",a\n' for row in rows)),
+                          ("short.csv", f'text,label,note\n"{rows[0]["text"]}",a,\n' + "".join(
+                              f'"{row["text"]}",a\n' for row in rows[1:])),
+                          ("empty.csv", "text,label,,\n" + "".join(f'"{row["text"]}",a,,\n' for row in rows)),
+                          ("space.csv", '"text", "label"\n' + "".join(f'"{row["text"]}", "a"\n' for row in rows)),
+                          ("break.csv", '"the\ntext",label\n' + "".join(f'"{row["text"]}",a\n' for row in rows)),
                           ("late.json", "\n\n" + json.dumps(rows, indent=1))):
         (tmp_path / name).write_text(content)
         assert read_table(tmp_path / name, "", "")[:2] == ([row["text"] for row in rows], ["a"] * len(rows)), name
@@ -83,6 +91,7 @@ def test_odd_texts_survive(tmp_path):
     path = tmp_path / "t.jsonl"
     path.write_text("\n".join(json.dumps({"text": text, "label": "l1\nl\ud800"}) for text in [*odd, "half \ud800 pair"]))
     texts, labels, names, row = make_own_task(*read_table(path, "", "")[:2], 0, 0.2)
+    assert "a?b" in texts["train"]  # a NUL byte would make clusters.csv no text file
     assert names == ["l1 l?"] and len(texts["train"]) == 12 and row.tolist() == list(range(12))
     folder = tmp_path / "data"
     script("make_lt_data.py", "--dataset", path, "--data_dir", folder)
@@ -129,6 +138,8 @@ def test_bad_tables_end_in_one_line(tmp_path):
     check("column.csv", "text,label\n" + rows, "--text_column body", "text, label", flags=("--text_column", "body"))
     check("quote.csv", 'text,label\n' + rows + '\n"shut\nit",a\n"open the door,a\n' + rows, "begins in line 16:", "quot")
     check("cells.csv", "text,label\n" + rows + "\nopen, or not,a\n", "line 14", "3 cell(s)")
+    check("break.csv", '"the\ntext",label\n' + rows + "\nopen, or not,a\n", "line 15", "3 cell(s)")
+    check("few.csv", "id;text;label (yes, no, both)\n" + "\n".join(f"1;{text};a" for text in TEXTS), "line 2", "sep=;")
     check("above.csv", "\n\ntext,label\n" + rows + "\nopen, or not,a\n", "line 16", "3 cell(s)")
     check("nul.csv", "text,label\n" + rows + "\nop\0en,a\n", "NUL")
     check("dict.json", '{"data":\n [{"text": "a"}]}', "list [...]")
@@ -415,6 +426,12 @@ def test_the_users_own_naming_program(own_run, tmp_path):
     script("predict.py", run, "--data_dir", folder / "data", "--name_command", "echo same")
     named = [line["name"] for line in read(run / "clusters.csv") if line["known"] == "no"]
     assert len(named) > 1 and sorted(named) == ["same", *(f"same {n}" for n in range(2, len(named) + 1))]
+    lines = (run / "clusters.csv").read_text().splitlines()
+    known = next(n for n, line in enumerate(lines) if ",yes," in line)
+    lines[known] = lines[known].replace(f",yes,{lines[known].split(',')[2]}", ",yes,edited by hand")
+    (run / "clusters.csv").write_text("\n".join(lines))
+    script("predict.py", run, "--data_dir", folder / "data", "--name_command", "echo same")
+    assert "edited by hand" in {line["name"] for line in read(run / "clusters.csv") if line["known"] == "yes"}
     done = script("predict.py", run, "--data_dir", folder / "data", "--name_command", "false")
     assert "failed for cluster" in done.stderr and "same" not in {line["name"] for line in read(run / "clusters.csv")}
     kept = (run / "clusters.csv").read_bytes()

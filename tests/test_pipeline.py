@@ -89,13 +89,17 @@ def test_flags_reach_the_stages_they_are_for(tmp_path):
     shutil.copy(REPO / "run_all.sh", own)
     (own / "python").write_text("#!/bin/sh\n[ \"$1\" = -c ] && echo run$5 || echo \"$@\"\n")
     (own / "python").chmod(0o755)
-    ask = " --name_command ask"
+    ask = " --name_command=ask"
     for naming in ((ask, ask), ("", ask)):  # asked once a run: the names of a clusters.csv may have been edited
         done = subprocess.run(["bash", own / "run_all.sh", "a.csv", *ask.split()], text=True, check=True, capture_output=True,
                               env={**os.environ, "PATH": f"{own}:{os.environ['PATH']}", "SEEDS": "0 1"})
         assert [line for line in done.stdout.splitlines() if line.startswith(("predict", "figures"))] == [
             f"predict.py out/run0{naming[0]}", "figures.py out/run0", f"predict.py out/run1{naming[1]}", "figures.py out/run1"]
+        assert ("out/run0/clusters.csv is there already" in done.stdout) == (not naming[0])
         (own / "out/run0/clusters.csv").touch()
+    for words in (["--name_command"], ["--name_command="]):
+        done = subprocess.run(["bash", own / "run_all.sh", "a.csv", *words], text=True, capture_output=True)
+        assert done.returncode == 2 and not done.stdout and "--name_command needs" in done.stderr
     assert said("--device=cpu", encoder="minilm")[1].endswith("--encoder minilm --device=cpu")
     for given, P, threads in (("", 2, max(1, os.cpu_count() // 2)), ("", 1000, 1), ("3", 2, 3)):  # the cores are shared out
         _, *stages, _ = said(NPROC=str(P), OMP_NUM_THREADS=given)
