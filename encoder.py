@@ -178,14 +178,14 @@ class Encoder(nn.Module):
 
     def __init__(self, name, max_length, device, dtype, cached=True, cache_gb=8.0, folder=None, trained_layers=1):
         super().__init__()
+        if max_length < 3:
+            raise UserError(f"--max_length {max_length} leaves no word between a text's first and last token: pass 3 or more")
         self.tokenizer, model = load_masked_lm(name)
         places = model.base_model.embeddings.position_embeddings
         padding = -1 if places.padding_idx is None else places.padding_idx  # RoBERTa's first place is behind it
         self.max_length = min(max_length, self.tokenizer.model_max_length, places.num_embeddings - padding - 1)
         self.device, self.dtype = torch.device("cpu"), torch.float32
         self.cached, self.cache_gb, self.folder = cached, cache_gb, folder
-        if max_length < 3:
-            raise UserError(f"--max_length {max_length} leaves no word between a text's first and last token: pass 3 or more")
         model.requires_grad_(False).eval()
         self.check_like_bert(name, model.base_model)  # on the CPU, where what fails is the encoder's fault and no GPU's
         self.device, self.dtype = device, dtype

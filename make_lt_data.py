@@ -86,6 +86,7 @@ TABLES = (".csv", ".tsv", ".jsonl", ".json")
 TEXT_NAMES = ("text", "utterance", "message", "query", "question", "sentence", "body", "content", "input", "description")
 LABEL_NAMES = ("label", "intent", "category", "class", "topic", "tag", "target")
 LIKE_NONE = ("na", "n/a", "nan", "none", "null", "nil", "-", "--", "?", "unknown", "unlabeled", "unlabelled", "tbd", "todo")
+OPEN_NAME = re.compile(r'(?:^|[,;\t|])\s*"(?:[^"]|"")*$')  # a header whose last name has a quote before it and none behind
 FEWEST_TEXTS = 10
 csv.field_size_limit(2**31 - 1)  # a support ticket may be longer than the csv module's 131,072 characters
 
@@ -100,10 +101,17 @@ class LostProcessError(UserError):
     """Another process of torchrun has died; whoever is left says so."""
 
 
+def flag_parser(description):
+    """An ArgumentParser that takes no abbreviations and raises UserError for a bad flag."""
+    parser = argparse.ArgumentParser(description=description, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = lambda message: (_ for _ in ()).throw(UserError(f"{message}; --help lists the flags"))
+    return parser
+
+
 def parse_args(Args, argv=None):
     """Args with the command line applied: one flag a field, its help the field's comment. A bad flag raises UserError."""
-    parser = argparse.ArgumentParser(description=sys.modules[Args.__module__].__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flag_parser(sys.modules[Args.__module__].__doc__)
     source = "".join(inspect.getsource(part) for part in Args.__mro__[:-1])
     comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", source, re.M))
     for field in fields(Args):
@@ -113,7 +121,6 @@ def parse_args(Args, argv=None):
         else:
             parser.add_argument(f"--{field.name}", type=field.type, default=field.default, metavar=field.type.__name__,
                                 help=f"{text} (default: {field.default!r})".replace("''", "empty"))
-    parser.error = lambda message: (_ for _ in ()).throw(UserError(f"{message}; --help lists the flags"))
     return Args(**vars(parser.parse_args(argv)))
 
 
@@ -245,12 +252,12 @@ def run_name(dataset, gamma, seed, known_ratio=0.75, labeled_ratio=0.1):
     return name
 
 
-def check_task(gamma, seed, known_ratio, labeled_ratio):
-    if not (gamma >= 1 and math.isfinite(gamma)):
-        raise UserError(f"--gamma {gamma:g} is no imbalance ratio: it must be a number >= 1")
-    if not 0 <= seed < 2 ** 31:  # scikit-learn's k-means takes no more than 32 bits
-        raise UserError(f"--seed {seed} must be from 0 to {2 ** 31 - 1}")
-    for flag, value in (("known_ratio", known_ratio), ("labeled_ratio", labeled_ratio)):
+def check_task(args):
+    if not (args.gamma >= 1 and math.isfinite(args.gamma)):
+        raise UserError(f"--gamma {args.gamma:g} is no imbalance ratio: it must be a number >= 1")
+    if not 0 <= args.seed < 2 ** 31:  # scikit-learn's k-means takes no more than 32 bits
+        raise UserError(f"--seed {args.seed} must be from 0 to {2 ** 31 - 1}")
+    for flag, value in (("known_ratio", args.known_ratio), ("labeled_ratio", args.labeled_ratio)):
         if not 0 < value <= 1:
             raise UserError(f"--{flag} {value:g} must be above 0 and at most 1")
 
@@ -416,7 +423,7 @@ def records(file, path):
                 row = row if whole else json.loads(row)
                 yield {clean(key): "" if value is None or value != value else clean(str(value)) for key, value in row.items()}
         elif kind in TABLES:
-            while first.count('"') % 2 and (more := file.readline()):  # a quoted name may go on in the next line
+            while first.count('"') % 2 and OPEN_NAME.search(first) and (more := file.readline()):  # it goes on in the next line
                 first, above = first + more, above + 1
             # A header of one name: no delimiter, so that commas in unquoted texts do no harm (none holds a unit separator).
             bare = re.sub('"[^"]*"', "", first)  # a comma in a quoted name delimits nothing
@@ -466,7 +473,7 @@ def pick_column(path, columns, flag, wanted, usual, fallback):
 def pick_text_column(path, rows, columns, wanted=""):
     """The column with the texts: the one asked for, one with a usual name, or the one with the most letters in rows."""
     letters = {name: sum(c.isalpha() for row in rows for c in row.get(name, "")) for name in columns}
-    likely = [name for name in columns if name.lower() not in LABEL_NAMES] or columns
+    likely = [name for name in columns if name.lower() not in LABEL_NAMES and letters[name]] or columns
     found = pick_column(path, columns, "text_column", wanted, TEXT_NAMES, max(likely, key=letters.get, default=None))
     if wanted or found and found.lower() in TEXT_NAMES:
         return found
@@ -495,7 +502,7 @@ def read_table(path, text_column, label_column):
     label_column = None if label_column == "none" else pick_column(path, others, "label_column", label_column, LABEL_NAMES,
                                                                    None)
     texts = [row.get(text_column, "").strip() for row in rows]
-    labels = [" ".join(row[label_column].split()) if row.get(label_column) else "" for row in rows]
+    labels = [" ".join(row.get(label_column, "").split()) for row in rows]
     if label_column is not None and not any(labels):
         raise UserError(f"{path}: column {label_column!r} is empty in every row: pass --label_column none to cluster without "
                         "labels")
@@ -619,7 +626,7 @@ def read_run(folder, **task):
         meta = json.loads((folder / "meta.json").read_text())
         meta["raw_sha256"]  # the last of what a meta.json holds
         for key, value in task.items():
-            if meta.get(key, value) != value:  # a table of one's own has no gamma and no known ratio
+            if meta[key] != value:
                 raise UserError(f"{folder} was made with {key} {meta[key]}, not {value}: remove it and {remake}")
         texts = {}
         for split in SPLITS:
@@ -642,18 +649,18 @@ def read_run(folder, **task):
 
 
 def open_run(args):
-    """(run, data folder, texts, labels, names, meta) of the task that a script's Args name; see read_run."""
-    check_task(args.gamma, args.seed, args.known_ratio, args.labeled_ratio)
-    run = run_name(args.dataset, args.gamma, args.seed, args.known_ratio, args.labeled_ratio)
-    own = args.dataset not in CORPORA
-    task = {"dataset": own_name(args.dataset), "seed": args.seed} if own else {
-        k: getattr(args, k) for k in TASK}
+    """(run, data folder, texts, labels, meta) of the task that a script's Args name; see read_run."""
+    check_task(args)
+    task, own = {k: getattr(args, k) for k in TASK}, args.dataset not in CORPORA
+    run = run_name(**task)
+    if own:  # it has no gamma and no ratios
+        task = {"dataset": own_name(args.dataset), "seed": args.seed}
     folder = Path(args.data_dir) / run
-    found = read_run(folder, **task)
+    texts, labels, _, meta = read_run(folder, **task)
     for name in () if own else ("train_truth.npy", "class_counts.npy"):
         if not (folder / name).exists():  # said now: they are opened after hours of training
             raise UserError(f"{folder}/{name} is missing, which the metrics need: remove {folder} and run make_lt_data.py")
-    return run, folder, *found
+    return run, folder, texts, labels, meta
 
 
 def print_table_row(meta):
@@ -668,26 +675,21 @@ def print_table_row(meta):
 
 
 def main(args):
-    check_task(args.gamma, args.seed, args.known_ratio, args.labeled_ratio)
+    check_task(args)
     if args.dataset not in CORPORA:
         own_data(args)
         return
-    folder = Path(args.data_dir) / run_name(args.dataset, args.gamma, args.seed, args.known_ratio, args.labeled_ratio)
     task = {k: getattr(args, k) for k in TASK}
+    folder = Path(args.data_dir) / run_name(**task)
     if (folder / "meta.json").exists():
-        try:
-            meta = json.loads((folder / "meta.json").read_text())
-            sha_of = dict(meta["raw_sha256"])
-        except (ValueError, KeyError, TypeError):
-            raise UserError(f"{folder}/meta.json is damaged: remove {folder} and run the same command again") from None
-        for split, sha in sha_of.items():
+        meta = read_run(folder, **task)[3]
+        for split, sha in meta["raw_sha256"].items():
             raw = Path(args.raw_dir or "data/raw") / args.dataset / f"{split}.tsv"
             if raw.exists() and file_sha256(raw) != sha:
                 raise UserError(f"{folder} was made from another {raw} than the one that is there now: remove {folder}")
-        if task.items() <= meta.items():
-            print(f"{folder} is there already, made with the same settings: skipped")
-            print_table_row(meta)
-            return
+        print(f"{folder} is there already, made with the same settings: skipped")
+        print_table_row(meta)
+        return
     rows, sha = raw_corpus(args.dataset, args.raw_dir, args.mirror)
     texts, labels, names, counts, num_known, labelled = make_split(
         rows, args.gamma, args.seed, args.known_ratio, args.labeled_ratio)

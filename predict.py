@@ -19,7 +19,6 @@ alone, and so may differ.
 Names come from class-based TF-IDF: words that are frequent in a cluster and rare outside it. Confidence is the cluster head's
 probability in percent, 100 for a row that has a label.
 """
-import argparse
 import contextlib
 import csv
 import io
@@ -41,6 +40,7 @@ from encoder import Encoder, pick_dtype
 from make_lt_data import (
     TASK,
     UserError,
+    flag_parser,
     open_table,
     part_of,
     pick_text_column,
@@ -178,7 +178,7 @@ def open_model(run):
 def open_data(config, data_dir):
     """The data folder that a run was trained on, and read_run of it."""
     data = Path(data_dir) / run_name(*(config[key] for key in TASK))
-    found = read_run(data, dataset=config["dataset"], seed=config["seed"])
+    found = read_run(data)
     if data_fingerprint(data) != config["pretrain"]["data"]:
         raise UserError(f"{data} holds other data now than the run was trained on: train it anew, or pass --data_dir")
     return data, *found
@@ -211,8 +211,8 @@ def describe(args):
     row, given = np.arange(len(cluster)), labels["train"]  # given: what the user said
     if "own" in meta:  # the dev texts are training rows as well, and what the user said of them counts
         row = np.load(data / "train_row.npy")
-        kept = dict(zip(texts["dev"], labels["dev"].tolist()))
-        given = np.array([kept.get(text, k) for text, k in zip(texts["train"], given.tolist())])
+        of_dev = dict(zip(texts["dev"], labels["dev"].tolist()))
+        given = np.array([of_dev.get(text, k) for text, k in zip(texts["train"], given.tolist())])
     cluster, confidence, texts = np.where(given >= 0, given, cluster), np.where(given >= 0, 1.0, confidence), texts["train"]
 
     words = keywords(texts, cluster, K)
@@ -367,8 +367,7 @@ def label_file(args):
 
 
 def main(words):
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flag_parser(__doc__)
     parser.add_argument("run", help="a folder that train_imbanid.py wrote, such as out/my_utterances_s0")
     parser.add_argument("input", nargs="?", help="new texts: .csv, .tsv, .jsonl; another file or - (stdin) holds one a line")
     parser.add_argument("-o", "--output", default="-", help="where the labelled table (CSV) goes (default: -, the screen)")
@@ -379,7 +378,6 @@ def main(words):
     parser.add_argument("--batch_size", type=int, default=1024, help="new texts taken at once (default: 1024)")
     parser.add_argument("--device", default="auto", help="cpu, cuda, or auto (default)")
     parser.add_argument("--dtype", default="auto", help="float32, bfloat16, or auto: bfloat16 where it is native (default)")
-    parser.error = lambda message: (_ for _ in ()).throw(UserError(f"{message}; --help lists the flags"))
     args = parser.parse_args(words)
     if Path(args.output).suffix.lower() in (".tsv", ".json", ".jsonl", *SPREADSHEETS):
         raise UserError(f"--output {args.output}: what is written is CSV: choose a name that ends in .csv")

@@ -615,12 +615,12 @@ def dev_result(z, classifier, label, temperature):
 
 
 def main(args):
-    run, data, texts, labels, _, meta = open_run(args)
+    run, data, texts, labels, meta = open_run(args)
     out = Path(args.out_dir) / run
     if args.select not in ("loss", "accuracy"):
         raise UserError(f"--select {args.select} is unknown: choose loss or accuracy")
     check_positive(args, "epochs", "patience", "lr", "head_lr", "batch_size", "labeled_batch_size", "temperature",
-                   "mask_epochs", "max_length", "max_steps", "cache_gb")
+                   "mask_epochs", "max_steps", "cache_gb")
     if args.no_mlm and not (labels["train"] >= 0).any():
         raise UserError("--no_mlm leaves nothing to learn where no row has a label")
     device = pick_device(args.device)
@@ -706,19 +706,18 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
             log.append({"epoch": epoch, "ce": ce, "mlm": mlm, "dev_loss": loss, "dev_accuracy": accuracy})
             better = best["epoch"] == 0 or not tells or (
                 loss < best["dev_loss"] if args.select == "loss" else accuracy > best["dev_accuracy"])
+            now = state()
             if better:
-                best = {**state(), **log[-1]}
+                best = {**now, **log[-1]}
             if rank > 0:
                 continue
-            save_checkpoint(part, **state(), optimizer=optimizer.state_dict(), epoch=epoch, log=log, best=best, config=config,
+            save_checkpoint(part, **now, optimizer=optimizer.state_dict(), epoch=epoch, log=log, best=best, config=config,
                             seconds=time.time() - start)
             bar.update()
             bar.set_postfix(dev=f"{accuracy:.2f}", best=f"{best['dev_accuracy']:.2f}")
     if rank > 0:
         return
     seconds = time.time() - start
-    for stale in out.glob("kmeans_*.npy"):  # of the features before; train_imbanid.py keeps them from one run to the next
-        stale.unlink()
     config["weights"] = weights_sha256(best["trained_layers"].values())[:12]  # for what starts from it: settings do not tell
     # The number of processes is kept because each draws its own masks.
     save_checkpoint(done, **best, config=config, log=log, seconds=seconds, commit=code, processes=world)

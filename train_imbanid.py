@@ -4,7 +4,7 @@ Reads   data/<run>/            (make_lt_data.py; train_truth.npy only for the me
         out/<run>/pretrain.pt  (pretrain.py)
 Writes  out/<run>/  last.pt  pseudo_label.npy confidence.npy beta.npy train_feature.npy log.jsonl results.json
         and of a benchmark, which has a test set, test_feature.npy test_pred.npy; with --tag TAG in out/<run>_TAG/
-        out/<run>/kmeans_<K>_<dtype>.npy, the k-means rows of a benchmark's results.json, which all tags share
+        out/<run>/kmeans_<K>_<dtype>_<weights>.npy, the k-means rows of a benchmark's results.json, which all tags share
 
     python train_imbanid.py --dataset clinc --gamma 10 --seed 0
     torchrun --nproc_per_node 4 train_imbanid.py --dataset clinc --gamma 10 --seed 0
@@ -172,10 +172,10 @@ def kmeans_result(z, centre, N, rank):
 def transport_plan(log_p, args, lambda2, potential, marginal):
     """Sec. 3.4 on this process's rows of log_p (n, K); marginal: MOT's beta. Returns a RotResult and the next marginal."""
     penalty = {"rot": "reverse_kl", "eot": "kl", "cot": "equality", "mot": "equality"}[args.pseudo_label]
+    prior = None
     if args.pseudo_label == "mot":
-        marginal = moving_average_marginal(marginal, log_p, args.mu, sum_over_ranks)
-    result = relaxed_ot(log_p, args.lambda1, lambda2, penalty=penalty, init=potential, reduce=sum_over_ranks,
-                        prior=marginal if args.pseudo_label == "mot" else None)
+        prior = marginal = moving_average_marginal(marginal, log_p, args.mu, sum_over_ranks)
+    result = relaxed_ot(log_p, args.lambda1, lambda2, penalty=penalty, init=potential, reduce=sum_over_ranks, prior=prior)
     return result, marginal
 
 
@@ -363,7 +363,7 @@ def check_flags(args):
 
 def main(args):
     check_flags(args)
-    run, data, texts, labels, _, meta = open_run(args)
+    run, data, texts, labels, meta = open_run(args)
     wanted_classes(args, meta)  # refused now rather than after the features
     base = Path(args.out_dir) / run
     out = base.with_name(f"{run}_{args.tag}") if args.tag else base
@@ -426,7 +426,7 @@ def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, 
         scores = {"own": True, **{k: meta[k] for k in ("num_rows", "num_known", "num_labelled", "num_dev", "text_column")}}
     else:
         scores, arrays["test_pred"] = evaluate(args, z, head.detach(), pseudo_label, data, labels, meta,
-                                               base / f"kmeans_{K}_{config['dtype']}.npy")
+                                               base / f"kmeans_{K}_{config['dtype']}_{pre['config']['weights']}.npy")
         arrays["test_feature"] = z["final"]["test"].cpu().numpy()
     lap("evaluate")
     results = {"dataset": meta["dataset"], "gamma": meta.get("gamma"), "seed": args.seed, "method": "imbanid", "tag": args.tag,
@@ -438,7 +438,10 @@ def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, 
 
 
 def find_checkpoint(out, config, restart, rank, world, device):
-    """out/last.pt where an earlier run with these settings left one, the same on all processes; None otherwise."""
+    """out/last.pt where an earlier run with these settings left one, the same on all processes; None otherwise.
+
+    Where there is none, process 0 removes what a finished run of other settings (--restart) left in out.
+    """
     found = load_checkpoint(out / "last.pt")
     if found and not same_config(found["config"], config, out / "last.pt", restart):
         found = None
@@ -446,7 +449,7 @@ def find_checkpoint(out, config, restart, rank, world, device):
     check_same_epoch(epoch, out, world, device)
     if rank == 0 and found:
         print(f"resuming {out}/last.pt after epoch {epoch}")
-    elif rank == 0:  # what --restart replaces
+    elif rank == 0:
         for name in ("results.json", "clusters.csv", "assignments.csv", "train_row.npy", "report.html"):
             (out / name).unlink(missing_ok=True)
     return found

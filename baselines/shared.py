@@ -79,7 +79,7 @@ class Run:
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             raise UserError("the compared methods run on one process: python, not torchrun")
         self.args, self.method, self.views, self.log, self.epochs, self.kept = args, method, {}, [], {}, {}
-        name, self.data, texts, self.labels, _, self.meta = open_run(args)
+        name, self.data, texts, self.labels, self.meta = open_run(args)
         self.K, self.num_known = self.meta["num_classes"], self.meta["num_known"]
         base = Path(args.out_dir) / name
         self.out = base.with_name("_".join(filter(None, (name, method, args.tag))))
@@ -216,7 +216,7 @@ def lr_share(step, total, bias_correction):
 
 def train(run, stage, heads, batch_loss, *, epochs, batch_size, lr, rows=None, begin_epoch=None, judge=None,
           patience=None, judge_start=False, more_steps=0, bias_correction=False):
-    """Train the last layer and heads for one stage of a method, in out/<run>_<method>/<stage>.pt; resumes a killed stage.
+    """Train the trained layers and heads for one stage of a method, in out/<run>_<method>/<stage>.pt; resumes a killed stage.
 
     heads: {name: nn.Module}. rows: int64, the training rows of an epoch (all of them). An epoch is begin_epoch(memory, step),
     which may train on more_steps other losses, step(loss), and returns True when the method has converged, then

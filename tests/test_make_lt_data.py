@@ -219,3 +219,5 @@ def test_a_folder_made_with_another_seed_is_refused(tmp_path, tiny_run):
     done = script("pretrain.py", "--dataset", "demo", "--gamma", 4, "--seed", 1, "--data_dir", tmp_path / "data", "--out_dir",
                   tmp_path / "out", ok=False)
     one_line_error(done, "seed 0, not 1")
+    done = script("make_lt_data.py", "--dataset", "demo", "--gamma", 4, "--seed", 1, "--data_dir", tmp_path / "data", ok=False)
+    one_line_error(done, "seed 0, not 1", "remove it")

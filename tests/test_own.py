@@ -48,6 +48,8 @@ def test_columns_are_guessed_and_can_be_named(tmp_path):
     assert read_table(named, "note", "topic")[0][0] == "rood eht nepo" and read_table(named, "note", "text")[1] == TEXTS
     odd = table(tmp_path / "odd.tsv", [(n, text) for n, text in enumerate(TEXTS)], ("n", "what"), "\t")
     assert read_table(odd, "", "")[2:] == ("what", None)  # no usual name: the column with the most letters
+    tag = table(tmp_path / "tag.csv", list(enumerate(TEXTS)), ("id", "tag"))
+    assert read_table(tag, "", "")[2:] == ("tag", None)  # nothing else holds a letter
     phrase = table(tmp_path / "phrase.csv", [(text, "a_long_name_of_an_intent" * 3) for text in TEXTS], ("phrase", "intent"))
     for asked in ("", "intent"):
         assert read_table(phrase, "", asked)[2:] == ("phrase", "intent")
@@ -78,6 +80,7 @@ def test_what_spreadsheets_put_around_a_table(tmp_path):
                               f'"{row["text"]}",a\n' for row in rows[1:])),
                           ("empty.csv", "text,label,,\n" + "".join(f'"{row["text"]}",a,,\n' for row in rows)),
                           ("space.csv", '"text", "label"\n' + "".join(f'"{row["text"]}", "a"\n' for row in rows)),
+                          ("inches.csv", 'text,label,size 5"\n' + "".join(f'"{row["text"]}",a,1\n' for row in rows)),
                           ("break.csv", '"the\ntext",label\n' + "".join(f'"{row["text"]}",a\n' for row in rows)),
                           ("late.json", "\n\n" + json.dumps(rows, indent=1))):
         (tmp_path / name).write_text(content)
