@@ -86,6 +86,7 @@ TABLES = (".csv", ".tsv", ".jsonl", ".json")
 TEXT_NAMES = ("text", "utterance", "message", "query", "question", "sentence", "body", "content", "input", "description")
 LABEL_NAMES = ("label", "intent", "category", "class", "topic", "tag", "target")
 LIKE_NONE = ("na", "n/a", "nan", "none", "null", "nil", "-", "--", "?", "unknown", "unlabeled", "unlabelled", "tbd", "todo")
+DELIMITERS = ",;\t|"
 OPEN_NAME = re.compile(r'(?:^|[,;\t|])\s*"(?:[^"]|"")*$')  # a header whose last name has a quote before it and none behind
 FEWEST_TEXTS = 10
 csv.field_size_limit(2**31 - 1)  # a support ticket may be longer than the csv module's 131,072 characters
@@ -400,66 +401,88 @@ def open_table(path):
     return open(path, encoding="utf-8-sig", newline="")
 
 
+def without_nul(lines, path):
+    for line in lines:
+        if "\0" in line:
+            raise UserError(f"{path} holds a NUL byte: it is not a text file (or not UTF-8)")
+        yield line
+
+
 def records(file, path):
     """Yield the rows of an open table as dicts of str, reading on as they are asked for.
 
     path: its name, whose ending tells .csv, .tsv, .jsonl and .json; anything else holds one text a line.
     """
-    kind, number, reader, above, said, begin, full = Path(path).suffix.lower(), 0, None, 0, None, 1, False
-
-    def checked():
-        for line in itertools.chain([first], file):
-            if "\0" in line:
-                raise UserError(f"{path} holds a NUL byte: it is not a text file (or not UTF-8)")
-            yield line
-
+    kind, number, above, said = Path(path).suffix.lower(), 0, 0, None
     try:
-        first, lines = file.readline(), checked()
+        first = file.readline()
         while kind in TABLES and first and (odd := re.fullmatch(r'\s*|"?sep=(.)"?\s*', first)):
             first, above, said = file.readline(), above + 1, odd[1] or said  # sep=; is how Excel says what delimits
-        if kind in (".json", ".jsonl"):
-            whole = first.lstrip().startswith("[")
-            for number, row in enumerate(json.loads("".join(lines)) if whole else filter(str.strip, lines), 1):  # noqa: B007
-                row = row if whole else json.loads(row)
-                yield {clean(key): "" if value is None or value != value else clean(str(value)) for key, value in row.items()}
-        elif kind in TABLES:
-            while first.count('"') % 2 and OPEN_NAME.search(first) and (more := file.readline()):  # it goes on in the next line
-                first, above = first + more, above + 1
-            # A header of one name: no delimiter, so that commas in unquoted texts do no harm (none holds a unit separator).
-            bare = re.sub('"[^"]*"', "", first)  # a comma in a quoted name delimits nothing
-            delimiter = said or ("\t" if kind == ".tsv" and "\t" in first else max(",;\t|", key=bare.count))
-            reader = csv.reader(lines, delimiter=delimiter if delimiter in bare else "\x1f", strict=True,
-                                skipinitialspace=f"{delimiter} " in bare)  # or the space would hide a quote
-            columns = [clean(name).strip() for name in next(reader, [])]
-            if columns.count("") > 1:  # a spreadsheet saves empty columns too
-                columns = [name or f"column {n}" for n, name in enumerate(columns, 1)]
-            twice = next((name for name in columns if columns.count(name) > 1), None)
-            if twice is not None:
-                raise UserError(f"{path} has several columns called {twice!r}: give each a name of its own")
-            begin = reader.line_num + 1
-            for row in reader:
-                begin = reader.line_num + 1  # of the next row, if the reader fails in it
-                row = row or [""] * (len(columns) == 1)  # an empty line of a one-column table is a row without text
-                if not row:
-                    continue
-                full = full or len(row) == len(columns)
-                if not full or len(row) > len(columns):
-                    way_out = ("a text that holds the delimiter or a quote must stand in quotes" if len(row) > len(columns) else
-                               "if the names are divided by another character, put a line such as sep=; above them")
-                    raise UserError(f"{path}, line {above + reader.line_num}: {len(row)} cell(s), the header has "
-                                    f"{len(columns)}: {way_out}")
-                row += [""] * (len(columns) - len(row))  # a spreadsheet leaves out the delimiters of empty last cells
-                yield dict(zip(columns, map(clean, row)))
-        else:
+        if kind in TABLES[:2]:
+            yield from delimited(file, path, first, above, said)
+            return
+        lines = without_nul(itertools.chain([first], file), path)
+        if kind not in TABLES:
             yield from ({"text": line.rstrip("\r\n")} for line in lines if line)
+            return
+        whole = first.lstrip().startswith("[")
+        for number, row in enumerate(json.loads("".join(lines)) if whole else filter(str.strip, lines), 1):  # noqa: B007
+            row = row if whole else json.loads(row)
+            yield {clean(key): "" if value is None or value != value else clean(str(value)) for key, value in row.items()}
     except UnicodeDecodeError:
         raise UserError(f"{path}: not valid UTF-8; convert the file to UTF-8 first") from None
-    except csv.Error as err:
-        raise UserError(f"{path}, the row that begins in line {above + begin}: broken quoting ({err}); a quote within a quoted "
-                        "text is written twice") from None
     except (ValueError, AttributeError, RecursionError) as err:
         raise UserError(f"{path}, row {number}: not a JSON object such as {{\"text\": ..., \"label\": ...}}; one a line, or a "
                         f"list [...] of them ({err})") from None
+
+
+def delimited(file, path, first, above, said):
+    """records of a .csv or .tsv. first: the line its header begins with, which has `above` others above it.
+
+    said: the delimiter, where one of these says so.
+    """
+    begin, full, short, head = 1, False, [], [first] if first.count('"') % 2 and OPEN_NAME.search(first) else []
+    while head and (more := file.readline()):  # a name that goes on in the next line
+        above, begin = above + 1, begin - 1
+        head.append(more)
+        if more.count('"') % 2:
+            break
+    first = "".join(head) or first
+    # A header of one name: no delimiter, so that commas in unquoted texts do no harm (none holds a unit separator).
+    bare = re.sub('"[^"]*"', "", first)  # a comma in a quoted name delimits nothing
+    delimiter = said or ("\t" if Path(path).suffix.lower() == ".tsv" and "\t" in first else max(DELIMITERS, key=bare.count))
+    reader = csv.reader(without_nul(itertools.chain([first], file), path), strict=True,
+                        delimiter=delimiter if delimiter in bare else "\x1f",
+                        skipinitialspace=bool(re.search(f'{re.escape(delimiter)} +"', first)))  # it would hide the quote
+    try:
+        columns = [clean(name).strip() for name in next(reader, [])]
+        if columns.count("") > 1:  # a spreadsheet saves empty columns too
+            columns = [name or f"column {n}" for n, name in enumerate(columns, 1)]
+        twice = next((name for name in columns if columns.count(name) > 1), None)
+        if twice is not None:
+            raise UserError(f"{path} has several columns called {twice!r}: give each a name of its own")
+        begin = reader.line_num + 1
+        for row in reader:
+            line, begin = above + reader.line_num, reader.line_num + 1  # of the next row, if the reader fails in it
+            row = row or [""] * (len(columns) == 1)  # an empty line of a one-column table is a row without text
+            if not row:
+                continue
+            full = full or len(row) == len(columns)
+            if not full or len(row) > len(columns):
+                other = not said and set(DELIMITERS) & set(bare) - {delimiter}
+                way_out = ("a text that holds the delimiter or a quote must stand in quotes" if len(row) > len(columns) else
+                           "if another character divides the names, put a line such as sep=; above them" if other else
+                           f"put a name that holds {delimiter!r} in quotes, or a row with all cells first")
+                raise UserError(f"{path}, line {line}: {len(row)} cell(s), the header has {len(columns)}: {way_out}")
+            if len(row) < len(columns):  # a spreadsheet leaves out the delimiters of empty last cells
+                short.append(line)
+            yield dict(itertools.zip_longest(columns, map(clean, row), fillvalue=""))
+    except csv.Error as err:
+        raise UserError(f"{path}, the row that begins in line {above + begin}: broken quoting ({err}); a quote within a quoted "
+                        "text is written twice") from None
+    if short:
+        print(f"{path}: {len(short)} row(s) with fewer cells than the header has (first in line {short[0]}): their last cells "
+              "count as empty", file=sys.stderr)
 
 
 def pick_column(path, columns, flag, wanted, usual, fallback):
@@ -473,7 +496,9 @@ def pick_column(path, columns, flag, wanted, usual, fallback):
 def pick_text_column(path, rows, columns, wanted=""):
     """The column with the texts: the one asked for, one with a usual name, or the one with the most letters in rows."""
     letters = {name: sum(c.isalpha() for row in rows for c in row.get(name, "")) for name in columns}
-    likely = [name for name in columns if name.lower() not in LABEL_NAMES and letters[name]] or columns
+    cells = {name: [row[name] for row in rows if row.get(name)] for name in columns}
+    labels = [name for name in columns if name.lower() in LABEL_NAMES and 2 * len(set(cells[name])) <= len(cells[name])]
+    likely = [name for name in columns if name not in labels and letters[name]] or columns
     found = pick_column(path, columns, "text_column", wanted, TEXT_NAMES, max(likely, key=letters.get, default=None))
     if wanted or found and found.lower() in TEXT_NAMES:
         return found
@@ -497,7 +522,10 @@ def read_table(path, text_column, label_column):
     if not rows:
         raise UserError(f"{path} is empty, or a header without rows: expected a header line and texts")
     columns = list(dict.fromkeys(key for row in rows for key in row))  # a JSON object may leave a key out
-    text_column = pick_text_column(path, rows[:1000], [c for c in columns if c != label_column], text_column)
+    if text_column and text_column == label_column:
+        raise UserError(f"--text_column and --label_column are both {text_column}: name two columns")
+    no_text = label_column if label_column != "none" and len(columns) > 1 else None
+    text_column = pick_text_column(path, rows[:1000], [c for c in columns if c != no_text], text_column)
     others = [c for c in columns if c != text_column]
     label_column = None if label_column == "none" else pick_column(path, others, "label_column", label_column, LABEL_NAMES,
                                                                    None)
@@ -624,7 +652,7 @@ def read_run(folder, **task):
     remake = f"run make_lt_data.py for {folder.name}"
     try:
         meta = json.loads((folder / "meta.json").read_text())
-        meta["raw_sha256"]  # the last of what a meta.json holds
+        dict(meta["raw_sha256"])  # the last of what a meta.json holds
         for key, value in task.items():
             if meta[key] != value:
                 raise UserError(f"{folder} was made with {key} {meta[key]}, not {value}: remove it and {remake}")

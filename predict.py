@@ -8,8 +8,8 @@ Writes  out/<run>/clusters.csv     a line a cluster: known label or proposed nam
         or, with new texts, a table of them with their clusters: nothing in out/<run>/ changes then
 
 A clusters.csv that is there is kept, and its names are taken, which may have been edited; with --name_command it is written
-anew. assignments.csv follows the transport, which weighs all rows at once, and the labels; new texts follow the cluster head
-alone, and so may differ.
+anew, all but the names of known labels. assignments.csv follows the transport, which weighs all rows at once, and the labels;
+new texts follow the cluster head alone, and so may differ.
 
     python predict.py out/my_utterances_s0
     python predict.py out/my_utterances_s0 --name_command 'my_llm "Name this intent in two words"'

@@ -69,7 +69,14 @@ while [ $# -gt 0 ]; do
     if [ $# -gt 0 ]; then shift; fi
 done
 
-if [ "${name[*]-}" = --name_command= ]; then echo "run_all.sh: --name_command needs a program that prints a name" >&2 && exit 2; fi
+case "${name[*]-}" in --name_command= | --name_command=--*)
+    echo "run_all.sh: --name_command needs a program that prints a name" >&2
+    exit 2 ;;
+esac
+if [ -z "$own" ] && [ ${#name[@]} -gt 0 ]; then
+    echo "run_all.sh: --name_command is for a table; a benchmark's clusters are named by predict.py out/RUN --name_command PROGRAM" >&2
+    exit 2
+fi
 stage=(train_imbanid.py) module=train_imbanid
 if [ "$method" != imbanid ]; then
     if [ -n "$own" ] || [ ! -f "baselines/$method.py" ] || [ "$method" = shared ]; then

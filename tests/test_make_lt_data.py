@@ -204,7 +204,7 @@ def test_wrong_checksum_leaves_nothing(tmp_path, server):
     one_line_error(done, "File not found")
 
 
-@pytest.mark.parametrize("text", ["{}", "[]", "{"])
+@pytest.mark.parametrize("text", ["{}", "[]", "{", '{"dataset": "demo", "gamma": 10.0, "raw_sha256": null}'])
 def test_a_damaged_meta_file_is_said(tmp_path, text):
     for run, dataset in (("demo_g10_s0", "demo"), ("t_s0", tmp_path / "t.csv")):
         (tmp_path / run).mkdir()

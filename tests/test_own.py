@@ -50,6 +50,8 @@ def test_columns_are_guessed_and_can_be_named(tmp_path):
     assert read_table(odd, "", "")[2:] == ("what", None)  # no usual name: the column with the most letters
     tag = table(tmp_path / "tag.csv", list(enumerate(TEXTS)), ("id", "tag"))
     assert read_table(tag, "", "")[2:] == ("tag", None)  # nothing else holds a letter
+    uuid = table(tmp_path / "uuid.csv", [(f"x{n}", text) for n, text in enumerate(TEXTS)], ("uuid", "topic"))
+    assert read_table(uuid, "", "")[2:] == ("topic", None)  # labels would repeat
     phrase = table(tmp_path / "phrase.csv", [(text, "a_long_name_of_an_intent" * 3) for text in TEXTS], ("phrase", "intent"))
     for asked in ("", "intent"):
         assert read_table(phrase, "", asked)[2:] == ("phrase", "intent")
@@ -69,7 +71,7 @@ def test_json_lines_json_and_unquoted_commas(tmp_path):
     assert read_table(tmp_path / "gap.csv", "", "")[0] == [cell for text in TEXTS for cell in (text, "")][:-1]
 
 
-def test_what_spreadsheets_put_around_a_table(tmp_path):
+def test_what_spreadsheets_put_around_a_table(tmp_path, capsys):
     rows = [{"text": f"{text}, please", "label": "a"} for text in TEXTS]
     for name, content in (("sep.csv", "sep=;\ntext;label\n" + "".join(f"{row['text']};a\n" for row in rows)),
                           ("colon.csv", "sep=:\ntext:label\n" + "".join(f"{row['text']}:a\n" for row in rows)),
@@ -86,6 +88,8 @@ def test_what_spreadsheets_put_around_a_table(tmp_path):
         (tmp_path / name).write_text(content)
         assert read_table(tmp_path / name, "", "")[:2] == ([row["text"] for row in rows], ["a"] * len(rows)), name
     assert read_table(tmp_path / "late.json", "", "")[2:] == ("text", "label")
+    said = f"{tmp_path}/short.csv: {len(rows) - 1} row(s) with fewer cells than the header has (first in line 3)"
+    assert capsys.readouterr().err.startswith(said)
 
 
 def test_odd_texts_survive(tmp_path):
@@ -142,6 +146,8 @@ def test_bad_tables_end_in_one_line(tmp_path):
     check("quote.csv", 'text,label\n' + rows + '\n"shut\nit",a\n"open the door,a\n' + rows, "begins in line 16:", "quot")
     check("cells.csv", "text,label\n" + rows + "\nopen, or not,a\n", "line 14", "3 cell(s)")
     check("break.csv", '"the\ntext",label\n' + rows + "\nopen, or not,a\n", "line 15", "3 cell(s)")
+    check("open.csv", '"text,label\n' + "a sentence,a\n" * 20_000, "begins in line 1:", "quot")
+    check("first.csv", "text,label\nhello there\n" + rows, "line 2", "1 cell(s)", "all cells first")
     check("few.csv", "id;text;label (yes, no, both)\n" + "\n".join(f"1;{text};a" for text in TEXTS), "line 2", "sep=;")
     check("above.csv", "\n\ntext,label\n" + rows + "\nopen, or not,a\n", "line 16", "3 cell(s)")
     check("nul.csv", "text,label\n" + rows + "\nop\0en,a\n", "NUL")
@@ -154,6 +160,7 @@ def test_bad_tables_end_in_one_line(tmp_path):
     check("twice.csv", "text,text\n" + "\n".join(f"{text},a" for text in TEXTS), "several columns called 'text'")
     check("list.jsonl", '["a", "b"]\n["c"]\n', "JSON")
     check("t.csv", "text,label\n" + rows, "dev_ratio", flags=("--dev_ratio", 1))
+    check("both.csv", "text,label\n" + rows, "both text", flags=("--text_column", "text", "--label_column", "text"))
 
 
 def test_labels_that_may_not_be_meant_are_counted(capsys):

@@ -97,9 +97,10 @@ def test_flags_reach_the_stages_they_are_for(tmp_path):
             f"predict.py out/run0{naming[0]}", "figures.py out/run0", f"predict.py out/run1{naming[1]}", "figures.py out/run1"]
         assert ("out/run0/clusters.csv is there already" in done.stdout) == (not naming[0])
         (own / "out/run0/clusters.csv").touch()
-    for words in (["--name_command"], ["--name_command="]):
-        done = subprocess.run(["bash", own / "run_all.sh", "a.csv", *words], text=True, capture_output=True)
-        assert done.returncode == 2 and not done.stdout and "--name_command needs" in done.stderr
+    for words, why in ((["a.csv", "--name_command"], "needs"), (["a.csv", "--name_command="], "needs"),
+                       (["a.csv", "--name_command", "--tag", "x"], "needs"), (["demo", "10", *ask.split()], "is for a table")):
+        done = subprocess.run(["bash", own / "run_all.sh", *words], text=True, capture_output=True)
+        assert done.returncode == 2 and not done.stdout and f"--name_command {why}" in done.stderr
     assert said("--device=cpu", encoder="minilm")[1].endswith("--encoder minilm --device=cpu")
     for given, P, threads in (("", 2, max(1, os.cpu_count() // 2)), ("", 1000, 1), ("3", 2, 3)):  # the cores are shared out
         _, *stages, _ = said(NPROC=str(P), OMP_NUM_THREADS=given)
