@@ -87,7 +87,7 @@ TEXT_NAMES = ("text", "utterance", "message", "query", "question", "sentence", "
 LABEL_NAMES = ("label", "intent", "category", "class", "topic", "tag", "target")
 LIKE_NONE = ("na", "n/a", "nan", "none", "null", "nil", "-", "--", "?", "unknown", "unlabeled", "unlabelled", "tbd", "todo")
 DELIMITERS = ",;\t|"
-OPEN_NAME = re.compile(r'(?:^|[,;\t|])\s*"(?:[^"]|"")*$')  # a header whose last name has a quote before it and none behind
+OPEN_NAME = re.compile(rf'(?:^|[{DELIMITERS}])\s*"(?:[^"]|"")*$')  # a header whose last name is in quotes that are open
 FEWEST_TEXTS = 10
 csv.field_size_limit(2**31 - 1)  # a support ticket may be longer than the csv module's 131,072 characters
 
@@ -418,7 +418,7 @@ def records(file, path):
         first = file.readline()
         while kind in TABLES and first and (odd := re.fullmatch(r'\s*|"?sep=(.)"?\s*', first)):
             first, above, said = file.readline(), above + 1, odd[1] or said  # sep=; is how Excel says what delimits
-        if kind in TABLES[:2]:
+        if kind in (".csv", ".tsv"):
             yield from delimited(file, path, first, above, said)
             return
         lines = without_nul(itertools.chain([first], file), path)
@@ -441,7 +441,8 @@ def delimited(file, path, first, above, said):
 
     said: the delimiter, where one of these says so.
     """
-    begin, full, short, head = 1, False, [], [first] if first.count('"') % 2 and OPEN_NAME.search(first) else []
+    begin, full, short = 1, False, []  # full: whether a row had all cells; short: the lines of those that had not
+    head = [first] if first.count('"') % 2 and OPEN_NAME.search(first) else []
     while head and (more := file.readline()):  # a name that goes on in the next line
         above, begin = above + 1, begin - 1
         head.append(more)

@@ -121,8 +121,8 @@ for seed in $seeds; do
     if [ -n "$own" ]; then
         # out/<run>/ -> clusters.csv, assignments.csv, then the figures and report.html
         ask=(${name[@]+"${name[@]}"})
-        if [ -e "out/$run$tag/clusters.csv" ]; then  # the names may be the user's by now
-            if [ ${#ask[@]} -gt 0 ]; then echo "out/$run$tag/clusters.csv is there already: --name_command not asked (predict.py asks anew)"; fi
+        if [ -e "out/$run$tag/clusters.csv" ] && [ ${#ask[@]} -gt 0 ]; then  # the names may be the user's by now
+            echo "out/$run$tag/clusters.csv is there already: --name_command not asked (predict.py asks anew)"
             ask=()
         fi
         python predict.py "out/$run$tag" ${ask[@]+"${ask[@]}"}
