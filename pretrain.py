@@ -176,15 +176,14 @@ def load_trained(module, state):
 
 def check_trunk(encoder, state):
     """UserError where a checkpoint was trained on other frozen weights than the encoder of that name has now."""
-    if state.get("trunk", encoder.fingerprint) != encoder.fingerprint:
+    if state["trunk"] != encoder.fingerprint:
         raise UserError("the weights of --encoder are not those that the checkpoint was trained with: put them back, or "
                         "remove the run's folders in out/, those with a tag too, and start anew")
 
 
 def load_trained_layers(encoder, state):
     check_trunk(encoder, state)
-    # Until 24 November 2026 there was one, under another name.
-    load_trained(encoder.trained_layers, state.get("trained_layers") or {f"0.{k}": v for k, v in state["last_layer"].items()})
+    load_trained(encoder.trained_layers, state["trained_layers"])
 
 
 # ---- what the pre-trained features give by themselves: K, the first centres, the k-means rows ----
@@ -199,11 +198,11 @@ def semi_supervised_kmeans(x, label, K, num_known, seed, n_init=10, plus_plus=Fa
     held, free = torch.where(label >= 0)[0], torch.where(label < 0)[0]
     known = class_means(x, label, num_known)
     best = (math.inf, None)
-    if plus_plus and num_known:
+    if plus_plus:
         unlabelled, to_known = x[free], torch.cdist(x[free], known).amin(1)
     for _ in range(n_init):
         novel = free[torch.randperm(len(free), generator=generator)[:K - num_known].to(free.device)]
-        if plus_plus and num_known:
+        if plus_plus:
             distance = to_known
             for j in range(K - num_known):
                 novel[j] = free[torch.multinomial((distance ** 2 + 1e-9).cpu(), 1, generator=generator).to(free.device)]

@@ -388,7 +388,7 @@ def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, 
 
     label = {split: torch.from_numpy(labels[split]).to(device) for split in ("train", "dev")}
     encoder = Encoder(pre["config"]["encoder"], pre["config"]["max_length"], device, pick_dtype(args.dtype, device),
-                      not args.no_cache, args.cache_gb, out, pre["config"].get("trained_layers", 1))
+                      not args.no_cache, args.cache_gb, out, pre["config"]["trained_layers"])
     tokens = {split: encoder.tokenize(rows[rank::world]) for split, rows in texts.items()}
     hidden = {split: encoder.cache(ids, f"reading {split}" if rank == 0 else None) for split, ids in tokens.items()}
 
@@ -431,7 +431,7 @@ def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, 
     lap("evaluate")
     results = {"dataset": meta["dataset"], "gamma": meta.get("gamma"), "seed": args.seed, "method": "imbanid", "tag": args.tag,
                "encoder": pre["config"]["encoder"], "epochs": epoch, "kept": {"pretrain": pre["epoch"]}, **scores,
-               "num_classes": K, "processes": world, "pretrain_processes": pre.get("processes"), "seconds": seconds,
+               "num_classes": K, "processes": world, "pretrain_processes": pre["processes"], "seconds": seconds,
                "commit": code, "config": config}
     save_run(out, arrays, results)
     print_results(results, out)

@@ -14,7 +14,7 @@ from sklearn.metrics import silhouette_score
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from baselines.shared import Flags, Run, align, dense_features, dense_layer, finish, kmeans, pretrain_on_known, train
+from baselines.shared import Flags, Run, align, dense_layer, finish, kmeans, pretrain_on_known, train
 from make_lt_data import check_positive, run_script
 
 
@@ -40,7 +40,7 @@ def main(args):
     @torch.no_grad()
     def cluster(memory):
         """Aligned pseudo-labels of the features as they are, and minus their silhouette."""
-        z = dense_features(run, dense)
+        z = run.unit_features(dense=dense)
         centre, found = kmeans(z, run.K, args.seed + memory.get("epoch", 0))
         order = align(memory["centre"], centre) if "centre" in memory else torch.arange(run.K, device=z.device)
         memory |= {"centre": centre[order], "pseudo_label": torch.argsort(order)[found]}

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 
-from baselines.shared import Flags, Run, dense_features, dense_layer, finish, kmeans, pretrain_on_known, train
+from baselines.shared import Flags, Run, dense_layer, finish, kmeans, pretrain_on_known, train
 from losses import contrast_log_prob
 from make_lt_data import check_positive, check_shares, run_script
 
@@ -67,7 +67,7 @@ def main(args):
                           patience=args.patience)
 
     def begin_epoch(memory, step):
-        z = dense_features(run, dense)
+        z = run.unit_features(dense=dense)
         memory["cluster"] = kmeans(z, run.K, args.seed + memory["epoch"])[1]
         memory["label"] = pass_labels_on(z, run.label["train"], memory["cluster"])
 

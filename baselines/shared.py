@@ -113,9 +113,11 @@ class Run:
         """int64: at most `most` labelled training rows; none of them twice, it would be a positive of itself."""
         return self.labelled[torch.randperm(len(self.labelled))[:most].to(self.device)]
 
-    def unit_features(self, split):
-        """(n, H) unit features of a split, without gradients and without dropout."""
-        return normalize(self.encoder.all_features(self.hidden[split]), dim=1)
+    @torch.no_grad()
+    def unit_features(self, split="train", dense=None):
+        """(n, H) unit features of a split, behind the dense layer if there is one; without gradients and without dropout."""
+        z = self.encoder.all_features(self.hidden[split])
+        return normalize(z if dense is None else dense(z), dim=1)
 
     def view(self, epoch, augment, rate, every=1, copy=0):
         """Hidden states of the training rows after augment(tokens, rate, generator), an augmentation of the tokens.
@@ -136,7 +138,7 @@ def pre_trained(args, path, data):
                                        and k in pretrain.Args.__dataclass_fields__}))
     pre = pretrain.open_pretrained(path, data)
     for flag in ("encoder", "max_length", "trained_layers"):
-        made_with = pre["config"].get(flag, 1)
+        made_with = pre["config"][flag]
         if made_with != getattr(args, flag):
             raise UserError(f"{path} was made with --{flag} {made_with}: pass that, or another --out_dir")
     return pre
@@ -161,12 +163,6 @@ def dense_layer(run, activation=nn.Tanh):
     nn.init.eye_(layer.weight)
     nn.init.zeros_(layer.bias)
     return nn.Sequential(layer, activation(), nn.Dropout(0.1)).to(run.device)
-
-
-def dense_features(run, dense, split="train"):
-    """(n, H) unit features behind the dense layer, without gradients and without dropout."""
-    with torch.no_grad():
-        return normalize(dense(run.encoder.all_features(run.hidden[split])), dim=1)
 
 
 def pretrain_on_known(run, dense, classifier, *, epochs, batch_size, lr, patience):
@@ -314,7 +310,7 @@ def finish(run, fit, dense=None):
     """
     start = time.time()
     run.out.mkdir(parents=True, exist_ok=True)
-    z = {split: dense_features(run, dense or nn.Identity(), split) for split in run.raw}
+    z = {split: run.unit_features(split, dense) for split in run.raw}
     centre = fit(z["train"])
     run.seconds["cluster"], start = time.time() - start, time.time()
     found = {split: nearest(z[split], centre) for split in z}

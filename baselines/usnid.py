@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, normalize, pad
 
-from baselines.shared import Flags, Run, dense_features, dense_layer, dev_loss, finish, kmeans, supervised_contrast, train
+from baselines.shared import Flags, Run, dense_layer, dev_loss, finish, kmeans, supervised_contrast, train
 from encoder import Packed
 from make_lt_data import check_positive, check_shares, check_zero_or_more, run_script
 
@@ -90,7 +90,7 @@ def main(args):
         dense.eval()
         encoder.eval()
         before = memory.get("pseudo_label")
-        memory["centre"], memory["pseudo_label"] = kmeans(dense_features(run, dense), run.K, args.seed,
+        memory["centre"], memory["pseudo_label"] = kmeans(run.unit_features(dense=dense), run.K, args.seed,
                                                           init=memory.get("centre"))
         return before is not None and float((before != memory["pseudo_label"]).float().mean()) < args.tolerance
 

@@ -47,7 +47,7 @@ def real_scores(dataset, args):
     texts, labels, _, meta = read_run(Path(args.data_dir) / run)
     device = torch.device("cpu")
     encoder = Encoder(pre["config"]["encoder"], pre["config"]["max_length"], device, pick_dtype("auto", device),
-                      trained_layers=pre["config"].get("trained_layers", 1))
+                      trained_layers=pre["config"]["trained_layers"])
     hidden = encoder.trunk(encoder.tokenize(texts["train"]))
     config, found = last["config"], {}
     for when, state in (("start", pre), ("end", last)):

@@ -26,12 +26,10 @@ from pretrain import (
     appendix_e,
     class_means,
     class_sizes,
-    load_trained_layers,
     mixture_score,
     mixture_step,
     seed_centres,
     semi_supervised_kmeans,
-    trained_state,
 )
 
 
@@ -118,12 +116,6 @@ def test_two_layers_train_from_the_first_stage_to_the_last(tiny_run, tiny_encode
     assert len((tmp_path / "labelled.csv").read_text().splitlines()) == 2
     one_line_error(script("-m", "baselines.clnn", *task, "--encoder", tmp_path / "encoder", "--max_length", 32, ok=False),
                    "made with --trained_layers 2")
-
-
-def test_a_checkpoint_from_when_one_layer_trained_is_read(encoder):
-    weights = {name: p + 1 for name, p in trained_state(encoder.trained_layers[0]).items()}
-    load_trained_layers(encoder, {"last_layer": weights})
-    assert all(torch.equal(p, weights[name]) for name, p in encoder.trained_layers[0].named_parameters())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
