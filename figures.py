@@ -11,6 +11,7 @@ Writes  out/<run>/figures/*.png and report.html; of several runs also out/figure
     python figures.py keep out/clinc_g10_s0 out/clinc_g10_s1                       copy results.json to results/<run>.json
     python figures.py results/*_g10_s?_omega* results/*_g10_s?.json                what compares kept runs, in out/figures/
     python figures.py table                                                        the documents' tables, in Markdown
+    python figures.py table README.md docs/experiments.md baselines/README.md      the same, put in their places
 """
 import base64
 import html
@@ -63,8 +64,8 @@ ROWS = (("ImbaNID", "test"), ("ImbaNID, protocol T", "test_kmeans"), ("k-means, 
 COLUMNS = ("ACC", "NMI", "ARI", "known", "novel", "head", "medium", "tail")
 GROUPS = COLUMNS[-3:]
 METHOD_COLUMNS = (*(f"{c} (C)" for c in COLUMNS[:5]), "ACC (T)", "epochs", "seconds")
-USAGE = ("usage: figures.py RUN..., figures.py mean RUN..., figures.py keep RUN..., or figures.py table; "
-         "RUN is a folder in out/, or a file in results/")
+USAGE = ("usage: figures.py RUN..., figures.py mean RUN..., figures.py keep RUN..., or figures.py table "
+         "[DOCUMENT...]; RUN is a folder in out/, or a file in results/")
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#666666")  # Okabe and Ito: safe for all eyes
 FONTS = ("Noto Sans CJK SC", "WenQuanYi Zen Hei", "Microsoft YaHei", "Hiragino Sans", "Arial Unicode MS")  # what DejaVu lacks
 MAP_ROWS = 3000  # of which t-SNE takes 20 seconds
@@ -679,6 +680,19 @@ def draw(paths):
         raise UserError("these files differ in no setting that a picture shows: pass runs that do, or folders of out/")
 
 
+def put_tables(tables, paths):
+    """Print Markdown tables, or with documents' paths put each into these, in place of the one with its header."""
+    if not paths:
+        print(tables)
+    if missing := [path for path in paths if not Path(path).is_file()]:
+        raise UserError(f"{missing[0]} is no document whose tables could be replaced")
+    for path in paths:
+        text = Path(path).read_text(encoding="utf-8")
+        for table in tables.split("\n\n"):
+            text = re.sub(rf"^{re.escape(table.splitlines()[0])}(\n\|.*)*$", lambda _, table=table: table, text, flags=re.M)
+        write_atomic(path, text)
+
+
 def main(words):
     command, paths = (words or [""])[0], words[1:]
     if not words or command in ("mean", "keep") and not paths:
@@ -696,7 +710,7 @@ def main(words):
     elif command == "table":
         tables = (headline_table(), results_table(), ablation_table(), settings_table(), overview_table(), methods_table(),
                   other_settings_table(), transport_tables(), speed_table())
-        print(*filter(None, tables), sep="\n\n")
+        put_tables("\n\n".join(filter(None, tables)), paths)
     else:
         draw(words)
 

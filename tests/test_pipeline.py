@@ -164,6 +164,16 @@ def test_tables_are_the_ones_built_from_results(build):
         assert text.count(table.splitlines()[0]) == 1
 
 
+def test_tables_are_put_where_older_ones_stand(tmp_path):
+    now = DOCUMENTS[0].read_text(encoding="utf-8")
+    old = re.sub(r"^\| CLINC150-LT \|.*\n", "", now, flags=re.M)
+    (tmp_path / "old.md").write_text(old, encoding="utf-8")
+    assert old != now
+    script("figures.py", "table", tmp_path / "old.md")
+    assert (tmp_path / "old.md").read_text(encoding="utf-8") == now
+    one_line_error(script("figures.py", "table", tmp_path / "new.md", ok=False), "no document")
+
+
 def test_documents_name_flags_and_places_that_exist():
     scripts = [REPO / f"{name}.py" for name in ("make_lt_data", "pretrain", "train_imbanid")]
     scripts += [*(REPO / "baselines").glob("*.py"), *(REPO / "tests").glob("bench_*.py")]
