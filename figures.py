@@ -236,20 +236,37 @@ def headline_table(folder="results"):
     return markdown(columns, rows) if rows else ""
 
 
-def overview_table(folder="results"):
-    """README's overview of the compared methods: ACC under C / under T on the seeds that all have, the best in bold."""
+def overview(folder, scores):
+    """A row of cells for each corpus and gamma, on the seeds that all methods have, and the methods' titles.
+
+    scores(runs): numbers of one method's runs, which its cell holds with the best of each in bold.
+    """
     groups, rows, done = compared(folder), [], set()
     titles = list(dict.fromkeys(title for *_, by_method in groups for title in by_method))
     for key, seeds, by_method in groups:
         if key in done:  # the seeds that only some have
             continue
         done.add(key)
-        acc = {title: [f"{spread([runs[seed] for seed in seeds], row)['ACC'][0]:.1f}" for row in ("test", "test_kmeans")]
-               for title, runs in by_method.items()}
-        best = [max(pair, key=float) for pair in zip(*acc.values())]
+        found = {title: ["-" if np.isnan(x) else f"{x:.1f}" for x in scores([runs[seed] for seed in seeds])]
+                 for title, runs in by_method.items()}
+        best = [max(column, key=float) if "-" not in column else None for column in zip(*found.values())]
         rows.append([CORPORA[key[0]][0], f"{key[1]:g}", " ".join(map(str, seeds))])
-        rows[-1] += [" / ".join(f"**{x}**" if x == top else x for x, top in zip(acc.get(title, "-"), best)) for title in titles]
+        rows[-1] += [" / ".join(f"**{x}**" if x == top else x for x, top in zip(found.get(title, "-"), best))
+                     for title in titles]
+    return rows, titles
+
+
+def overview_table(folder="results"):
+    """README's overview of the compared methods: ACC under C / under T."""
+    rows, titles = overview(folder, lambda runs: [spread(runs, row)["ACC"][0] for row in ("test", "test_kmeans")])
     return markdown(("corpus", "gamma", "seeds", *titles), rows) if rows else ""
+
+
+def groups_table(folder="results"):
+    """baselines/README.md's table of the long tail, the paper's figure for gamma 3: ACC under C of head / medium / tail."""
+    rows, titles = overview(folder, lambda runs: [spread(runs, "test")[group][0] for group in GROUPS])
+    rows = [row for row in rows if row[1] != "1"]  # where all classes have as many rows there is no tail
+    return markdown((" / ".join(GROUPS), "gamma", "seeds", *titles), rows) if rows else ""
 
 
 def methods_table(folder="results"):
@@ -708,8 +725,8 @@ def main(words):
         for path in paths:
             write_atomic(Path("results") / f"{Path(path).name}.json", json.dumps(read_benchmark(path), indent=1) + "\n")
     elif command == "table":
-        tables = (headline_table(), results_table(), ablation_table(), settings_table(), overview_table(), methods_table(),
-                  other_settings_table(), transport_tables(), speed_table())
+        tables = (headline_table(), results_table(), ablation_table(), settings_table(), overview_table(), groups_table(),
+                  methods_table(), other_settings_table(), transport_tables(), speed_table())
         put_tables("\n\n".join(filter(None, tables)), paths)
     else:
         draw(words)

@@ -345,10 +345,14 @@ def seed_centres(x, label, K, num_known, kappa, label_weight, swaps, sample_rate
 
 
 def appendix_e(z, num_known, max_classes, min_cluster, seed):
-    """The paper's Appendix E: k-means with K' clusters on the features z (N, H); the clusters with at least t rows count."""
+    """The paper's Appendix E: k-means with K' clusters on the features z (N, H); the clusters with at least t rows count.
+
+    max_classes: K', 0 for three times num_known. min_cluster: t, 0 for the mean size N / K', as in the code of DeepAligned
+    (Zhang et al. 2021), which the paper follows here.
+    """
     K = min(max_classes or 3 * num_known, len(z))
     sizes = np.bincount(KMeans(K, n_init=1, random_state=seed).fit_predict(z.cpu().numpy()), minlength=K)
-    return max(int((sizes >= (min_cluster or len(z) / K / 2)).sum()), num_known)
+    return max(int((sizes >= (min_cluster or len(z) / K)).sum()), num_known)
 
 
 def splits_and_merges(z, label, dev_z, dev_label, K, args_of_seeding, seed):

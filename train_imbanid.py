@@ -88,7 +88,7 @@ class Args:
     tag: str = ""  # write to out/<run>_<tag>/ instead, starting from the same pretrain.pt
     num_classes: str = ""  # K: true (the benchmark's), auto (estimated), appendix_e, a number; empty: true where it is known
     max_classes: int = 0  # K' of Appendix E; 0: three times the known classes
-    min_cluster: int = 0  # t of Appendix E; 0: half the mean cluster size N / K'
+    min_cluster: int = 0  # t of Appendix E; 0: the mean cluster size N / K', as in DeepAligned
     pseudo_label: str = "rot"  # rot, or Sec. 4.3's cot (beta uniform), eot (KL(beta || uniform)), mot (moving average); kmeans
     mu: float = 0.9  # moving average of mot (Sec. 4.3); the paper does not say
     lambda1: float = 0.05  # entropic weight of the transport (Appendix F)

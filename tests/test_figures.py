@@ -297,6 +297,9 @@ def test_methods_are_compared_on_the_seeds_they_share_and_on_all_that_imbanid_ha
     t = f"{SCORES['ACC']:.1f}"  # under T all are alike
     assert [found[0][2:], *found[2:]] == [["seeds", "k-means, raw features", "GCD", "ImbaNID"], [
         *found[2][:2], "0", f"60.0 / **{t}**", f"70.0 / **{t}**", f"**80.0** / **{t}**"]], "the seed that all have, once"
+    found = [line.strip("| ").split(" | ") for line in figures.groups_table(tmp_path).splitlines()]
+    groups = f"**{SCORES['head']:.1f}** / **{SCORES['medium']:.1f}** / -"  # these have no tail
+    assert [found[0][0], found[2][2:]] == ["head / medium / tail", ["0", *3 * [groups]]] and len(found) == 3
 
 
 def test_other_settings_of_a_method_stand_under_its_usual_ones_on_the_same_seeds(tmp_path):

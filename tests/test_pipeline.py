@@ -14,6 +14,7 @@ import pretrain
 import train_imbanid
 from figures import (
     ablation_table,
+    groups_table,
     headline_table,
     methods_table,
     other_settings_table,
@@ -153,8 +154,8 @@ def test_a_script_starts_by_itself(name):
 DOCUMENTS = [REPO / name for name in ("README.md", "baselines/README.md", "docs/experiments.md")]
 
 
-@pytest.mark.parametrize("build", [headline_table, results_table, ablation_table, settings_table, overview_table, methods_table,
-                                   other_settings_table, transport_tables, speed_table])
+@pytest.mark.parametrize("build", [headline_table, results_table, ablation_table, settings_table, overview_table, groups_table,
+                                   methods_table, other_settings_table, transport_tables, speed_table])
 def test_tables_are_the_ones_built_from_results(build):
     text = "\n\n".join(path.read_text() for path in DOCUMENTS)
     tables = build(REPO / "results")

@@ -320,6 +320,7 @@ def test_class_means_of_an_empty_class_are_zero():
 
 def test_estimate_counts_the_large_clusters():
     x, _, _ = blobs([80, 60, 40, 30], spread=0.02)
+    assert appendix_e(x, 1, max_classes=4, min_cluster=0, seed=0) == 2  # those above the mean, 52.5
     x = torch.cat([x, torch.nn.functional.normalize(torch.randn(2, 16, generator=torch.Generator().manual_seed(9)), dim=1)])
     assert appendix_e(x, 2, max_classes=6, min_cluster=20, seed=0) == 4
     assert appendix_e(x, 5, max_classes=6, min_cluster=20, seed=0) == 5  # never fewer than the known ones
