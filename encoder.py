@@ -20,7 +20,7 @@ from tqdm import tqdm
 from transformers import AutoModelForMaskedLM, AutoTokenizer, DataCollatorForLanguageModeling
 from transformers.utils import logging as transformers_logging
 
-from make_lt_data import UserError, file_sha256
+from make_lt_data import ThisProcessError, UserError, file_sha256
 
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 CHUNK = 8192  # tokens that a forward pass takes at once, give or take a row
@@ -151,11 +151,13 @@ def weights_sha256(tensors):
 
 def move_to_gpu(model, device):
     """model.to(device), or a UserError where the GPU is full or not one for this torch: that shows by now or in a product."""
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it would plan anew for every number of rows of every length
     try:
         row = model.to(device).get_input_embeddings().weight[:1]
         float(row @ row.T)
     except (RuntimeError, AssertionError) as err:  # the latter from a torch that was built without CUDA
-        raise UserError(f"the GPU cannot be used ({str(err).strip().splitlines()[0][:150]}): pass --device cpu") from None
+        reason = str(err).strip().splitlines()[0]
+        raise ThisProcessError(f"the GPU cannot be used ({reason[:150]}): pass --device cpu") from None
 
 
 def pick_dtype(wanted, device):

@@ -98,8 +98,8 @@ class UserError(Exception):
     """Something the user can mend. run_script prints it as one line and exits with 2."""
 
 
-class LostProcessError(UserError):
-    """Another process of torchrun has died; whoever is left says so."""
+class ThisProcessError(UserError):
+    """What a process of torchrun may be alone to meet, so that it says so itself and does not leave it to the first one."""
 
 
 def flag_parser(description):
@@ -140,7 +140,7 @@ def run_script(main, Args=None):
     try:
         main(parse_args(Args) if Args else sys.argv[1:])
     except UserError as err:
-        message, every = str(err), isinstance(err, LostProcessError)
+        message, every = str(err), isinstance(err, ThisProcessError)
     except BrokenPipeError:  # `| head` has read enough
         os._exit(0)
     except OSError as err:
@@ -154,7 +154,7 @@ def run_script(main, Args=None):
         if isinstance(err, RuntimeError) and not re.search("out of memory|t allocate memory", str(err)):
             raise
         message = (f"out of memory ({(str(err).strip().splitlines() or ['numpy'])[0][:150]}): free some, or pass a smaller "
-                   "--batch_size; finished epochs are saved")
+                   "--batch_size, on a GPU --no_cache; finished epochs are saved")
         every = True
     except KeyboardInterrupt as err:
         every = bool(err.args)

@@ -17,6 +17,7 @@ import os
 import subprocess
 import sys
 import time
+import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from torch.nn.functional import cross_entropy, normalize, softplus
 from tqdm import tqdm
 
 from encoder import Encoder, pick_dtype, weights_sha256
-from make_lt_data import LostProcessError, UserError, check_positive, first_process, open_run, run_script, write_atomic
+from make_lt_data import ThisProcessError, UserError, check_positive, first_process, open_run, run_script, write_atomic
 
 SEARCHED = 20_000  # unlabelled rows that the first centres and the number of classes are searched on
 
@@ -499,12 +500,33 @@ def start_processes(device):
     else:
         share, told = len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"]), torch.get_num_threads()
         torch.set_num_threads(max(1, share if told == 1 else min(share, told)))  # 1 is what torchrun sets on any machine
-    # torchrun --max_restarts keeps its store: without a prefix the new processes could read addresses of the dead ones.
     store, rank, world = next(dist.rendezvous("env://"))
-    store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=world,
-                            timeout=datetime.timedelta(hours=2))  # process 0 seeds a large corpus while the others wait
+    store = dist.PrefixStore(agreed_prefix(store, rank, world), store)
+    on_gpu = device.type == "cuda"
+    dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=world,
+                            timeout=datetime.timedelta(hours=2),  # process 0 seeds a large corpus while the others wait
+                            device_id=device if on_gpu else None)
     return rank, world, device
+
+
+def agreed_prefix(store, rank, world):
+    """A name that the processes of this start share, and nobody before them: it comes from process 0, to whoever asks.
+
+    torchrun --max_restarts keeps its store, in which the new processes could read the addresses of the dead ones; and its
+    number of restarts is each node's own.
+    """
+    name = uuid.uuid4().hex
+    if rank > 0:
+        store.set(f"asks {rank}", name)
+        agreed = store.get(f"for {name}").decode()
+        store.set(f"{rank} has {agreed}", "")
+        return agreed
+    for other in range(1, world):
+        while not store.check([f"{other} has {name}"]):  # the one that asked may have been a dead one
+            if store.check([f"asks {other}"]):
+                store.set(f"for {store.get(f'asks {other}').decode()}", name)
+            time.sleep(0.02)
+    return name
 
 
 def sum_over_ranks(x):
@@ -532,15 +554,17 @@ def check_same_epoch(epoch, folder, world, device):
 
 def on_all_processes(device, work):
     """work(rank, world, device) on each of torchrun's processes, which end here; on the only one without torchrun."""
-    rank, world, device = start_processes(device)
     try:
+        rank, world, device = start_processes(device)
         work(rank, world, device)
         if world > 1:
             dist.barrier()  # process 0 is still writing: a process that left would look like a failure to torchrun
     except RuntimeError as err:
-        if world == 1 or not any(word in str(err) for word in ("onnection", "NCCL", "peer", "imed out")):
+        if "RANK" not in os.environ or not any(word in str(err) for word in ("onnection", "NCCL", "peer", "imed out")):
             raise
-        raise LostProcessError("another process died: the same command goes on from the last finished epoch") from None
+        reason = str(err).strip().splitlines()[-1].strip()
+        raise ThisProcessError(f"another process died or cannot be reached ({reason[:150]}): the same command goes on from the "
+                               "last finished epoch") from None
     if world > 1:
         dist.destroy_process_group()
         sys.stdout.flush()

@@ -221,6 +221,8 @@ def save_run(out, arrays, results):
         write_atomic(out / f"{name}.npy", lambda f, value=value: np.save(f, value))
     results |= {"peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
                 "threads": torch.get_num_threads(), "versions": versions()}
+    if torch.cuda.is_available():
+        results["peak_gpu_memory_mb"] = torch.cuda.max_memory_allocated() / 2**20
     clean = json.loads(json.dumps(results), parse_constant=lambda name: None)  # a group without rows: null, not NaN
     write_atomic(out / "results.json", json.dumps(clean, indent=1) + "\n")
 
@@ -383,6 +385,8 @@ def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, 
     clock, seconds, code = [time.time()], {"pretrain": pre["seconds"]}, commit()
 
     def lap(stage):
+        if device.type == "cuda":
+            torch.cuda.synchronize()  # or what is still to do there would count for the next stage
         clock.append(time.time())
         seconds[stage] = seconds.get(stage, 0.0) + clock[-1] - clock[-2]
 

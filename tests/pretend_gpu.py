@@ -16,6 +16,7 @@ import encoder
 GPU = torch.device("meta", 0)
 INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")  # of what lies there by numbers that lie here
 COPYING = ("copy_", "_to_copy")
+STRICT = ("cat", "stack", "index_select")  # elsewhere a number, of no dimension, may come from anywhere
 
 
 class Elsewhere(torch.Tensor):
@@ -51,9 +52,9 @@ def run(func, args, kwargs):
     """An operation of torch, carried out here, its result where a GPU's would be."""
     name, tensors = func._schema.name.split("::")[1], [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     there = [x for x in tensors if isinstance(x, Elsewhere)]
-    here = [x for x in tensors if x.dim() and not isinstance(x, Elsewhere)]  # a number may come from anywhere
-    allowed = name in COPYING or (
-        name in INDEXING and isinstance(args[0], Elsewhere) and not any(x.is_floating_point() for x in here))
+    here = [x for x in tensors if not isinstance(x, Elsewhere) and (x.dim() or name in STRICT)]
+    allowed = name in COPYING or (name in INDEXING and isinstance(args[0], Elsewhere)
+                                  and all(any(x is index for index in tree_leaves(args[1])) for x in here))
     if there and here and not allowed:
         raise RuntimeError(f"{name}: some tensors are on the GPU and some are not, {[tuple(x.shape) for x in tensors]}")
     device = kwargs.get("device")

@@ -424,19 +424,48 @@ def test_two_processes_give_the_same_bytes_again(tiny_run):
         assert (first / name).read_bytes() == (second / name).read_bytes()
 
 
-def test_two_nodes(tiny_run):
-    """README's --nnodes command with both nodes on this machine and out/ shared, as it asks."""
-    task, folder = tiny_run
+def on_two_nodes(*words, flags=()):
+    """What two torchrun with README's --nnodes flags, both on this machine, say and how they end."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1",
-               "--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}", str(REPO / "train_imbanid.py"),
-               *map(str, (*task, *TINY_TRAIN)), "--epochs", "1", "--tag", "nodes"]
-    nodes = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1", *flags,
+               "--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}", *map(str, words)]
+    nodes = [subprocess.Popen(command, env={**os.environ, "NODE": str(n)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                              text=True) for n in range(2)]
     said = [node.communicate(timeout=PATIENCE) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], said
+    return said
+
+
+def test_two_nodes(tiny_run):
+    """README's --nnodes command with out/ shared, as it asks."""
+    task, folder = tiny_run
+    on_two_nodes(REPO / "train_imbanid.py", *task, *TINY_TRAIN, "--epochs", "1", "--tag", "nodes")
     assert json.loads((folder / "out/demo_g4_s0_nodes/results.json").read_text())["processes"] == 2
+
+
+DIES_ONCE = """
+import os, sys, time, torch
+sys.path.insert(0, {repo!r})
+from pretrain import start_processes, sum_over_ranks
+start_processes(torch.device("cpu"))
+node = os.environ["NODE"]
+if not os.path.exists(node):
+    open(node, "w").close()
+    if node == "1":
+        os._exit(9)
+    time.sleep({patience})   # busy, so that it does not notice, and its torchrun counts no failure
+print("sum", sum_over_ranks(torch.ones(1)).item(), "restarts", os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
+os._exit(0)
+"""
+
+
+def test_two_nodes_find_each_other_after_a_restart_that_only_one_of_them_counts(tmp_path, monkeypatch):
+    (tmp_path / "dies_once.py").write_text(DIES_ONCE.format(repo=str(REPO), patience=PATIENCE))
+    monkeypatch.chdir(tmp_path)
+    said = on_two_nodes("dies_once.py", flags=("--max_restarts", "1"))
+    assert ["sum 2.0 restarts 0" in said[0][0], "sum 2.0 restarts 1" in said[1][0]] == [True, True], said
 
 
 SAME_BATCH = """
