@@ -131,6 +131,7 @@ def load_masked_lm(name):
         tokenizer = AutoTokenizer.from_pretrained(folder)
         model = AutoModelForMaskedLM.from_pretrained(folder, attn_implementation="sdpa", dtype=torch.float32)
         layers = model.base_model.encoder.layer
+        # Asked for what Encoder takes of it, so that a lack shows here, as an AttributeError.
         layers[-1].attention.self.query, layers[-1].attention.output, layers[-1].intermediate, (
             layers[-1].output, model.base_model.embeddings.position_embeddings)
     except (OSError, ValueError, KeyError, ImportError, SafetensorError, RuntimeError, EOFError, UnpicklingError) as err:

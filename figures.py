@@ -83,12 +83,14 @@ def read_results(path):
         raise UserError(f"{path} is damaged: delete it and run train_imbanid.py for it again") from None
 
 
-def usual_ratios(run):
-    return (run["config"]["known_ratio"], run["config"]["labeled_ratio"]) == (0.75, 0.1)
+def read_kept(folder, ratios=(0.75, 0.1)):
+    """read_results of the runs in results/, by name: those with these known and labelled ratios, None: all."""
+    runs = map(read_results, sorted(Path(folder).glob("*_g*_s*.json")))
+    return [run for run in runs if ratios in (None, (run["config"]["known_ratio"], run["config"]["labeled_ratio"]))]
 
 
 def spread(runs, key):
-    """{column: (mean, standard deviation)} of one row of results over runs; null counts as missing."""
+    """{column: (mean, standard deviation)} of one row of results over runs; NaN where any is null."""
     values = {c: np.array([run[key][c] for run in runs], dtype=float) for c in COLUMNS}
     return {c: (v.mean(), v.std(ddof=1) if len(v) > 1 else 0.0) for c, v in values.items()}
 
@@ -132,12 +134,11 @@ def markdown(columns, rows):
 def results_table(folder="results"):
     """README's table in Markdown: our mean over seeds beside the paper's, built from results/*.json."""
     groups = {}
-    for path in sorted(Path(folder).glob("*_g*_s*.json")):
-        run = read_results(path)
-        if run["method"] == "imbanid" and not run["tag"] and usual_ratios(run):
+    for run in read_kept(folder):
+        if run["method"] == "imbanid" and not run["tag"]:
             groups.setdefault((run["dataset"], run["gamma"], run["encoder"]), []).append(run)
     columns = ("corpus", "gamma", "encoder", "seeds", "ACC", "NMI", "ARI", "known", "novel", "ACC (T)",
-               "semi-sup. k-means, ACC", "k-means, ACC", "paper (BERT) ACC / NMI / ARI", "ours minus it")
+               "semi-sup. k-means (10 starts), ACC", "k-means, ACC", "paper (BERT) ACC / NMI / ARI", "ours minus it")
     rows = []
     for key in sorted(groups, key=lambda key: (list(CORPORA).index(key[0]), key[1:])):
         (dataset, gamma, encoder), runs = key, groups[key]
@@ -158,9 +159,8 @@ def ablation_table(folder="results"):
     with `each` where the difference is the same on all seeds. Empty while results/ has no ablation.
     """
     runs = {}
-    for path in sorted(Path(folder).glob("*_g10_s*.json")):
-        run = read_results(path)
-        if run["method"] == "imbanid" and run["tag"] in ABLATIONS and usual_ratios(run):
+    for run in read_kept(folder):
+        if run["method"] == "imbanid" and run["tag"] in ABLATIONS and run["gamma"] == 10:
             runs[run["dataset"], run["tag"], run["seed"]] = run
     corpora = [dataset for dataset in CORPORA if any(key[0] == dataset and key[1] for key in runs)]
     if not corpora:
@@ -184,7 +184,7 @@ def ablation_table(folder="results"):
             p = f" (p {ttest_rel(ours, full).pvalue:.2g})" if np.ptp(differ) else " (each)"
             cells.append(f"{ours.mean():.2f}" + (f", {differ.mean():+.2f}{p}" if len(seeds) > 1 and differ.any() else ""))
         rows.append(cells)
-    rows.append(["semi-sup. k-means, raw features"])
+    rows.append(["semi-sup. k-means (10 starts), raw features"])
     for dataset in corpora:
         full = [run for (name, tag, _), run in runs.items() if (name, tag) == (dataset, "")]
         rows[-1] += [f"{spread(full, 'ss_kmeans_raw')[c][0]:.2f}" if full else "not run" for c in (*GROUPS, "ACC")]
@@ -205,11 +205,14 @@ def compared(folder):
     Where ImbaNID has more seeds than that, the methods that have these too follow once more.
     """
     found, groups = {}, []
-    for path in sorted(Path(folder).glob("*_g*_s*.json")):
-        run = read_results(path)
-        if (not run["tag"] or run["method"] == "kmeans") and usual_ratios(run):
+    for run in read_kept(folder):
+        if not run["tag"] or run["method"] == "kmeans":
             cell = found.setdefault((run["dataset"], run["gamma"], run["encoder"]), {})
-            cell.setdefault(method_title(run), {})[run["seed"]] = run
+            by_seed = cell.setdefault(title := method_title(run), {})
+            if run["seed"] in by_seed:
+                raise UserError(f"{folder}/ holds two runs of {title} on {run['dataset']}, gamma {run['gamma']:g}, seed "
+                                f"{run['seed']}: remove one of them")
+            by_seed[run["seed"]] = run
     for key in sorted(found, key=lambda key: (list(CORPORA).index(key[0]), key[1:])):
         shared = set.intersection(*(set(runs) for runs in found[key].values()))
         ours = set(found[key].get("ImbaNID", ()))
@@ -227,8 +230,8 @@ def headline_table(folder="results"):
     rows, kmeans = [], ("semi-sup. k-means, pretrained features", "semi-sup. k-means, raw features", "k-means, raw features")
     for (dataset, gamma, _), seeds, by_method in compared(folder):
         acc = {title: spread([runs[seed] for seed in seeds], "test")["ACC"][0] for title, runs in by_method.items()}
-        others = [title for title in METHODS.values() if title in acc and title != "ImbaNID"]
-        if gamma == 10 and others and acc.keys() >= {"ImbaNID", *kmeans}:
+        others = [METHODS[method] for method in PAPER_METHODS]
+        if gamma == 10 and acc.keys() >= {"ImbaNID", *others, *kmeans}:
             best = max(others, key=acc.get)
             rows.append([CORPORA[dataset][0], f"**{acc['ImbaNID']:.1f}**", f"{PAPER[dataset, gamma][2]:.1f}",
                          f"{acc[best]:.1f} ({best})", *(f"{acc[title]:.1f}" for title in kmeans)])
@@ -306,10 +309,9 @@ def other_settings_table(folder="results"):
     Runs with a tag, under the untagged ones of the same seeds, each with the flags that differ between them.
     """
     plain, tagged = {}, {}
-    for path in sorted(Path(folder).glob("*_g*_s*.json")):
-        run = read_results(path)
+    for run in read_kept(folder):
         key = run["dataset"], run["gamma"], run["encoder"], run["method"]
-        if run["method"] not in ("imbanid", "kmeans") and usual_ratios(run):
+        if run["method"] not in ("imbanid", "kmeans"):
             if run["tag"]:
                 tagged.setdefault((*key, run["tag"]), {})[run["seed"]] = run
             else:
@@ -332,10 +334,10 @@ def other_settings_table(folder="results"):
 
 def paper_acc(method, dataset, gamma):
     """The paper's ACC of a method as a cell of a table, empty where it has none."""
-    if method == "imbanid" and (dataset, gamma) in PAPER:
-        return f"{PAPER[dataset, gamma][2]:.2f}"
-    if method not in PAPER_METHODS or gamma not in PAPER_GAMMAS or dataset not in CORPORA or dataset == "demo":
+    if (dataset, gamma) not in PAPER or method not in ("imbanid", *PAPER_METHODS):
         return ""
+    if method == "imbanid":
+        return f"{PAPER[dataset, gamma][2]:.2f}"
     return f"{PAPER_METHODS[method][list(CORPORA).index(dataset)][PAPER_GAMMAS.index(gamma)]:.2f}"
 
 
@@ -345,8 +347,7 @@ def settings_table(folder="results"):
 
     K shows how many classes a run had: the true number, or for each seed the estimated one.
     """
-    runs = [read_results(path) for path in sorted(Path(folder).glob("*_g*_s*.json"))]
-    runs = [run for run in runs if run["method"] == "imbanid"]
+    runs = [run for run in read_kept(folder, None) if run["method"] == "imbanid"]
     rows = []
     for key in ("known_ratio", "omega", "lambda2", "num_classes", "dtype"):
         for title, by_value in on_shared_seeds(varied(runs, key)):
@@ -357,13 +358,15 @@ def settings_table(folder="results"):
                              " ".join(str(run["seed"]) for run in found),
                              *(f"{mean:.2f}" for mean, _ in (spread(found, "test")[c] for c in COLUMNS[:5])),
                              f"{spread(found, 'ss_kmeans_raw')['ACC'][0]:.2f}"])
-    columns = ("setting", "corpus", "value", "K", "seeds", *COLUMNS[:5], "semi-sup. k-means, ACC")
+    columns = ("setting", "corpus", "value", "K", "seeds", *COLUMNS[:5], "semi-sup. k-means (10 starts), ACC")
     return markdown(columns, rows) if rows else ""
 
 
 def transport_tables(folder="results"):
-    """The tables on rot.py, built from results/bench_rot.json (tests/bench_rot.py --keep)."""
-    found = read_results(Path(folder) / "bench_rot.json")
+    """The tables on rot.py, built from results/bench_rot.json (tests/bench_rot.py --keep); empty without it."""
+    if not (path := Path(folder) / "bench_rot.json").exists():
+        return ""
+    found = read_results(path)
     names = {dataset: CORPORA[dataset][0] for dataset in found["steps"]}
 
     def span(values):
@@ -391,8 +394,10 @@ def transport_tables(folder="results"):
 
 
 def speed_table(folder="results"):
-    """The tables on the speed of training, built from results/bench_train.json (tests/bench_train.py --keep)."""
-    found = read_results(Path(folder) / "bench_train.json")
+    """The tables on the speed of training, built from results/bench_train.json (tests/bench_train.py --keep); or empty."""
+    if not (path := Path(folder) / "bench_train.json").exists():
+        return ""
+    found = read_results(path)
     rows = [[title, f"{found[side]['total']:.0f}",
              *(f"{found[side][stage]['seconds']:.0f} s, {found[side][stage]['rows_per_second']:.0f} rows/s, "
                f"{found[side][stage]['peak_memory_mb'] / 1000:.1f} GB" for stage in ("pretrain", "train"))]
@@ -401,6 +406,10 @@ def speed_table(folder="results"):
                  for P, row in found["processes"].items()]
     return (markdown(["clinc, gamma 10, minilm", "seconds, both stages", "pretrain.py", "train_imbanid.py"], rows) + "\n\n"
             + markdown(["processes of train_imbanid.py", "seconds an epoch", "GB in the largest"], processes))
+
+
+TABLES = (headline_table, results_table, ablation_table, settings_table, overview_table, groups_table, methods_table,
+          other_settings_table, transport_tables, speed_table)  # what `table` builds
 
 
 # ---- pictures, a function each; what draws them is imported where it is used, so that the tables start at once ----
@@ -435,14 +444,18 @@ def task(run):
 
 
 def tsne(feature, rows):
-    """At most MAP_ROWS of the rows and their (n, 2) t-SNE in the unit square, the same at every call. feature: (N, H)."""
+    """Positions in rows of at most MAP_ROWS of them, and their (n, 2) t-SNE in the unit square, the same at every call.
+
+    feature: (N, H). rows: int (n,), rows of it.
+    """
     from sklearn.manifold import TSNE
     if len(rows) < 5:
         raise UserError("fewer than 5 rows make no map")
     chosen = np.sort(np.random.default_rng(0).permutation(len(rows))[:MAP_ROWS])
-    if np.ptp(feature[rows[chosen]], axis=0).max() == 0:
+    drawn = feature[rows[chosen]].astype(np.float32)
+    if np.ptp(drawn, axis=0).max() == 0:
         raise UserError("all rows have the same features, which make no map: another --encoder may know these texts")
-    xy = TSNE(perplexity=min(30, (len(chosen) - 1) / 3), random_state=0).fit_transform(feature[rows[chosen]].astype(np.float32))
+    xy = TSNE(perplexity=min(30, (len(chosen) - 1) / 3), random_state=0).fit_transform(drawn)
     return chosen, (xy - xy.min(0)) / np.ptp(xy, axis=0)
 
 
@@ -529,15 +542,15 @@ def epochs(run):
 
 def confusion(run):
     """Where the test rows of the 15 largest classes went: true class against the class matched to the found cluster."""
+    from sklearn.metrics import confusion_matrix
+
     from metrics import match_clusters
     data, names, counts, num_known = task(run)
     truth, cluster = np.load(data / "test_label.npy"), np.load(run["folder"] / "test_pred.npy")
     classes, top = match_clusters(truth, cluster), np.argsort(-counts, kind="stable")[:15]
     place = np.full(max(len(names), len(classes)), len(top))
     place[top] = np.arange(len(top))
-    table = np.zeros((len(top) + 1, len(top) + 1))
-    np.add.at(table, (place[truth], place[classes[cluster]]), 1)
-    table = 100 * table / np.maximum(table.sum(1, keepdims=True), 1)
+    table = 100 * confusion_matrix(place[truth], place[classes[cluster]], labels=range(len(top) + 1), normalize="true")
     figure, (axis,) = panels(height=7.4)
     axis.imshow(table, cmap="Blues", vmin=0, vmax=100, aspect="auto")
     for (i, j), value in np.ndenumerate(table):
@@ -553,13 +566,15 @@ def confusion(run):
 # ---- pictures that compare runs ----
 
 def varied(runs, key, same=None):
-    """[(title, {value of key: runs})] where key varies among runs that agree in `same`, or in all but the seed and the tag."""
+    """[(title, {value of key: runs})] where key varies among runs that agree in `same`, or in all but the seed, the tag and
+    what of the pre-training no flag of stage 3 repeats, other than the layers that train."""
     found = {}
     for run in runs:
         config = {**run["config"], "tag": run.get("tag", ""), "encoder": run["encoder"], "method": run["method"]}
         config["lambda2"] = config.get("lambda2") or (2.0 if config["gamma"] > 1 else 7.0)  # what train_imbanid.py makes of 0
-        config["dtype"] = config.get("dtype") or config.get("pretrain", {}).get("dtype")  # of stage 3; older files lack it
-        rest = {k: v for k, v in config.items() if (k in same if same else k not in (key, "seed", "tag", "pretrain"))}
+        pre = config.get("pretrain") or {}
+        config = {"dtype": pre.get("dtype"), "trained_layers": pre.get("trained_layers", 1)} | config  # older files lack them
+        rest = {k: v for k, v in config.items() if (k in same if same else k not in (key, "seed", "tag", "pretrain", "data"))}
         title = CORPORA[run["dataset"]][0] + ("" if key == "gamma" else f", gamma {run['gamma']:g}")
         found.setdefault(json.dumps(rest, sort_keys=True), (title, {}))[1].setdefault(config.get(key), []).append(run)
     return [(title, dict(sorted(by_value.items()))) for title, by_value in found.values() if len(by_value) > 1]
@@ -651,7 +666,7 @@ def report(run, pictures):
 
 
 def attempt(path, build, *given):
-    """Write the picture or page that build(*given) makes and say so, or why not. Returns whether it is there."""
+    """Write the picture or page that build(*given) makes and say so, or why not. Returns whether it was made."""
     try:
         made = build(*given)
     except (UserError, OSError, ValueError, KeyError, IndexError, EOFError) as err:
@@ -675,7 +690,8 @@ def draw(paths):
     for run in [run for run in runs if not run["kept"]]:
         if run.get("own"):
             print(f"{run['folder']}: own data has no true classes, so tsne_map, groups and confusion are left out")
-        builds = (class_sizes, epochs) if run.get("own") else (class_sizes, tsne_map, groups, epochs, confusion)
+        builds = [class_sizes] if run.get("own") else [class_sizes, tsne_map, groups, confusion]
+        builds += [epochs] if run["method"] == "imbanid" else []
         paths = {build: run["folder"] / "figures" / f"{build.__name__}.png" for build in builds}
         pictures = {path: build.__doc__ for build, path in paths.items() if attempt(path, build, run)}
         if run["method"] == "imbanid":
@@ -725,9 +741,7 @@ def main(words):
         for path in paths:
             write_atomic(Path("results") / f"{Path(path).name}.json", json.dumps(read_benchmark(path), indent=1) + "\n")
     elif command == "table":
-        tables = (headline_table(), results_table(), ablation_table(), settings_table(), overview_table(), groups_table(),
-                  methods_table(), other_settings_table(), transport_tables(), speed_table())
-        put_tables("\n\n".join(filter(None, tables)), paths)
+        put_tables("\n\n".join(filter(None, (build() for build in TABLES))), paths)
     else:
         draw(words)
 

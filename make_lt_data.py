@@ -433,7 +433,8 @@ def records(file, path):
     except UnicodeDecodeError:
         raise UserError(f"{path}: not valid UTF-8; convert the file to UTF-8 first") from None
     except (ValueError, AttributeError, RecursionError) as err:
-        raise UserError(f"{path}, row {number}: not a JSON object such as {{\"text\": ..., \"label\": ...}}; one a line, or a "
+        where = f"{path}, row {number}" if number else path  # 0: a list [...] that is broken anywhere
+        raise UserError(f"{where}: not a JSON object such as {{\"text\": ..., \"label\": ...}}; one a line, or a "
                         f"list [...] of them ({err})") from None
 
 

@@ -24,7 +24,8 @@ SCORES = {c: 60.0 + i for i, c in enumerate(figures.COLUMNS)} | {"tail": None}
 def make_run(folder, seed=0, tag="", **settings):
     """out/<run>/ and data/<run>/ as the scripts leave them: 6 classes (4 known) in 8 dimensions, 10 test rows a class."""
     config = {"dataset": "demo", "gamma": 4.0, "seed": seed, "known_ratio": 0.75, "labeled_ratio": 0.1, "omega": 0.5,
-              "lambda2": 0.0, "no_dr": tag == "no_dr", **settings}
+              "lambda2": 0.0, "no_dr": tag == "no_dr", "dtype": "bfloat16",
+              "pretrain": {"seed": seed, "epochs": 30, "dtype": "bfloat16", "trained_layers": 1}, **settings}
     run = run_name(*(config[k] for k in ("dataset", "gamma", "seed", "known_ratio", "labeled_ratio")))
     out, data, rng = folder / "out" / (f"{run}_{tag}" if tag else run), folder / "data" / run, np.random.default_rng(seed)
     out.mkdir(parents=True)
@@ -256,12 +257,50 @@ def test_a_setting_is_tabled_on_the_seeds_that_all_its_values_have(tmp_path):
 
 
 def test_older_results_have_the_dtype_of_their_pretraining(tmp_path):
-    pre = {"pretrain": {"dtype": "bfloat16"}}
-    runs = [figures.read_results(make_run(tmp_path, seed, tag, **settings)) for seed, tag, settings in
-            ((0, "", pre), (1, "", {**pre, "dtype": "bfloat16"}), (0, "f", {**pre, "dtype": "float32"}))]
+    runs = [figures.read_results(make_run(tmp_path, seed, tag, dtype=dtype))
+            for seed, tag, dtype in ((0, "", "bfloat16"), (1, "", "bfloat16"), (0, "f", "float32"))]
+    del runs[0]["config"]["dtype"]
     (_, by_value), = figures.varied(runs, "dtype")
     assert {value: len(group) for value, group in by_value.items()} == {"bfloat16": 2, "float32": 1}
     assert not figures.varied(runs, "num_classes")
+
+
+def test_runs_of_two_trained_layers_are_not_compared_with_those_of_one(tmp_path):
+    two = {"pretrain": {"dtype": "bfloat16", "trained_layers": 2}}
+    runs = [figures.read_results(make_run(tmp_path, 0, tag, **settings)) for tag, settings in
+            (("two_layers", two), ("", {"pretrain": {"dtype": "bfloat16"}}), ("o0.1", {"omega": 0.1}))]  # "" is older
+    (_, by_value), = figures.varied(runs, "omega")
+    assert {value: [run["tag"] for run in group] for value, group in by_value.items()} == {0.1: ["o0.1"], 0.5: [""]}
+
+
+def test_compared_methods_have_settings_of_their_own(tmp_path):
+    """Such a run holds a fingerprint of its data, and no pre-training where the method has its own."""
+    runs = [figures.read_results(make_run(tmp_path, seed, known_ratio=known, pretrain=None, data=f"{seed}{known}"))
+            | {"method": "gcd"} for seed in (0, 1) for known in (0.5, 0.75)]
+    del runs[0]["config"]["dtype"]
+    (_, by_value), = figures.varied(runs[1:], "known_ratio")
+    assert {value: len(group) for value, group in by_value.items()} == {0.5: 1, 0.75: 2}
+    assert figures.varied(runs[:1], "omega") == []
+
+
+def test_the_best_of_the_six_is_named_where_all_six_are_there(tmp_path):
+    six = [*figures.PAPER_METHODS]
+    for method, settings in [(method, {}) for method in ("imbanid", *six)] + [
+            ("kmeans", {"semi_supervised": ss, "features": of}) for ss, of in ((0, "raw"), (1, "raw"), (1, "pretrained"))]:
+        results = figures.read_results(make_run(tmp_path / f"{len(list(tmp_path.iterdir()))}", 0, gamma=10.0, **settings))
+        results |= {"dataset": "clinc", "method": method, "test_kmeans": SCORES,
+                    "test": {**SCORES, "ACC": 70.0 + (method == six[2])}}
+        figures.write_atomic(tmp_path / f"clinc_g10_s0_{method}_{'_'.join(map(str, settings.values()))}.json",
+                             json.dumps(results))
+    row, = figures.headline_table(tmp_path).splitlines()[2:]
+    assert f" 71.0 ({figures.METHODS[six[2]]}) " in row
+    again = next(tmp_path.glob("*kmeans_0_raw.json"))
+    (tmp_path / "clinc_g10_s0_zz.json").write_text(again.read_text())
+    with pytest.raises(UserError, match="two runs of k-means, raw features"):
+        figures.headline_table(tmp_path)
+    (tmp_path / "clinc_g10_s0_zz.json").unlink()
+    next(tmp_path.glob(f"*{six[2]}_.json")).unlink()
+    assert figures.headline_table(tmp_path) == ""
 
 
 def test_an_ablation_is_tested_against_the_same_seeds_unless_they_all_differ_alike(tmp_path):

@@ -12,18 +12,7 @@ from conftest import PATIENCE, REPO, one_line_error, script
 
 import pretrain
 import train_imbanid
-from figures import (
-    ablation_table,
-    groups_table,
-    headline_table,
-    methods_table,
-    other_settings_table,
-    overview_table,
-    results_table,
-    settings_table,
-    speed_table,
-    transport_tables,
-)
+from figures import TABLES
 
 
 def run_all(*words, **env):
@@ -123,7 +112,7 @@ def test_the_real_encoder_learns_something(real_minilm_run):
     out, said = real_minilm_run
     results = json.loads((out / "results.json").read_text())
     assert results["encoder"] == "minilm" and results["num_classes"] == 24
-    assert results["test"]["ACC"] > 40 > 100 / 24  # chance is about 4
+    assert results["test"]["ACC"] > 40  # chance is about 4
     for word in ("k-means, raw", "semi-sup. k-means, raw", "k-means, pre-trained", "test_pred.npy", str(out)):
         assert word in said
     assert f"{results['test']['ACC']:.2f}" in said
@@ -154,8 +143,7 @@ def test_a_script_starts_by_itself(name):
 DOCUMENTS = [REPO / name for name in ("README.md", "baselines/README.md", "docs/experiments.md")]
 
 
-@pytest.mark.parametrize("build", [headline_table, results_table, ablation_table, settings_table, overview_table, groups_table,
-                                   methods_table, other_settings_table, transport_tables, speed_table])
+@pytest.mark.parametrize("build", TABLES)
 def test_tables_are_the_ones_built_from_results(build):
     text = "\n\n".join(path.read_text() for path in DOCUMENTS)
     tables = build(REPO / "results")
