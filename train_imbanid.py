@@ -50,14 +50,11 @@ from make_lt_data import (
 )
 from metrics import cluster_metrics
 from pretrain import (
-    appendix_e,
     check_same_epoch,
     check_weights,
     commit,
-    estimate_num_classes,
     gather_rows,
     joint_step,
-    kmeans_rows,
     load_checkpoint,
     load_trained_layers,
     on_all_processes,
@@ -65,13 +62,13 @@ from pretrain import (
     pick_device,
     same_config,
     save_checkpoint,
-    seed_centres,
     seed_epoch,
     settings,
     sum_over_ranks,
     trained_state,
 )
 from rot import RotResult, moving_average_marginal, relaxed_ot
+from seeding import appendix_e, estimate_num_classes, kmeans_rows, seed_centres
 
 ESTIMATES = ("true", "auto", "appendix_e")  # what --num_classes may be beside a number
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 
-from baselines.shared import Flags, Run, align, finish, kmeans, train
+from baselines.shared import Flags, Run, align, dense_layer, finish, kmeans, train
 from make_lt_data import check_positive, check_shares, check_zero_or_more, run_script
 
 EPOCHS = {"clinc": 80, "banking": 60, "stackoverflow": 10}
@@ -48,30 +48,33 @@ def main(args):
         return
     encoder, label = run.encoder, run.label["train"]
     weight = args.known_weight or GAMMA.get(args.dataset, 10.0)
-    head = nn.Linear(encoder.hidden_size, run.K).to(run.device)
+    dense, head = dense_layer(run), nn.Linear(encoder.hidden_size, run.K).to(run.device)
 
+    def features(rows):  # not of unit length: it weighs (a) against (b)
+        return dense(encoder.features(run.hidden["train"], rows))
+
+    @torch.no_grad()
     def begin_epoch(memory, step):
-        with torch.no_grad():  # features not of unit length: it weighs (a) against (b)
-            z = encoder.features(run.hidden["train"], run.labelled)
+        z = features(run.labelled)
         mean = torch.stack([z[label[run.labelled] == k].mean(0) for k in range(run.num_known)])
         if "known" in memory:
             memory["known"] = args.ema * memory["known"] + (1 - args.ema) * mean
             return
-        centre, found = kmeans(encoder.all_features(run.hidden["train"]), run.K, args.seed, args.n_init)
+        centre, found = kmeans(dense(encoder.all_features(run.hidden["train"])), run.K, args.seed, args.n_init)
         matched = align(mean, centre)
         memory |= {"known": mean, "cluster": centre, "is_known": torch.isin(found, matched)}
 
     def batch_loss(rows, memory):
-        z = encoder.features(run.hidden["train"], rows)
+        z = features(rows)
         all_rows = prototype_loss(z, memory["cluster"], args.tau, "euclidean").mean()
         known = (prototype_loss(z, memory["known"], args.tau, "cosine") * memory["is_known"][rows]).mean()
         drawn = run.draw_labelled(args.batch_size)
-        ce = cross_entropy(head(encoder.features(run.hidden["train"], drawn)), label[drawn])
+        ce = cross_entropy(head(features(drawn)), label[drawn])
         return all_rows + weight * known + ce
 
-    train(run, "last", {"head": head}, batch_loss, epochs=args.epochs or EPOCHS.get(args.dataset, 80),
+    train(run, "last", {"dense": dense, "head": head}, batch_loss, epochs=args.epochs or EPOCHS.get(args.dataset, 80),
           batch_size=args.batch_size, lr=args.lr, begin_epoch=begin_epoch, bias_correction=True)
-    finish(run, lambda z: kmeans(z, run.K, args.seed, args.n_init)[0])
+    finish(run, lambda z: kmeans(z, run.K, args.seed, args.n_init)[0], dense)
 
 
 if __name__ == "__main__":

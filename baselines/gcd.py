@@ -17,7 +17,7 @@ from baselines.shared import Flags, Run, finish, kmeans, supervised_contrast, tr
 from losses import instance_wise_loss
 from make_lt_data import check_positive, check_shares, run_script
 from metrics import cluster_metrics
-from pretrain import semi_supervised_kmeans
+from seeding import semi_supervised_kmeans
 
 
 @dataclass

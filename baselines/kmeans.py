@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from baselines.shared import Flags, Run, finish, kmeans
 from make_lt_data import UserError, check_positive, run_script
-from pretrain import semi_supervised_kmeans
+from seeding import semi_supervised_kmeans
 
 
 @dataclass

@@ -26,7 +26,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from scipy.optimize import linear_sum_assignment
-from sklearn.cluster import KMeans
 from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 from tqdm import tqdm
@@ -46,6 +45,7 @@ from pretrain import (
     seed_epoch,
     trained_state,
 )
+from seeding import kmeans, nearest, semi_supervised_kmeans
 from train_imbanid import print_scores, read_finished, save_run, score
 
 
@@ -180,18 +180,6 @@ def dev_loss(run, dense, classifier):
     return float(cross_entropy(classifier(dense(run.encoder.all_features(run.hidden["dev"]))), run.label["dev"]))
 
 
-def kmeans(z, K, seed, n_init=10, init=None):
-    """k-means on z (N, H): (centre (K, H), id (N,)) of the best of n_init k-means++ starts, or from the centres init on."""
-    start = {"n_init": n_init} if init is None else {"n_init": 1, "init": init.cpu().numpy()}
-    found = KMeans(K, **start, random_state=seed).fit(z.cpu().numpy())
-    return torch.from_numpy(found.cluster_centers_).to(z), torch.from_numpy(found.labels_).long().to(z.device)
-
-
-def nearest(z, centre):
-    """int64 (n,): the centre (K, H) nearest to each row of z (n, H)."""
-    return torch.cdist(z, centre.to(z)).argmin(1)
-
-
 def align(reference, centre):
     """int64 (n,): for each of n reference centres the centre (K, H) matched to it, one-to-one with the least total distance."""
     distance = torch.cdist(reference.float(), centre.float()).cpu().numpy()
@@ -318,7 +306,7 @@ def finish(run, fit, dense=None):
     seed = run.args.seed
     clusters = {"test": found["test"], "test_kmeans": kmeans(z["test"], run.K, seed)[1],
                 "kmeans_raw": nearest(run.raw["test"], kmeans(run.raw["train"], run.K, seed, n_init=3)[0]),
-                "ss_kmeans_raw": nearest(run.raw["test"], pretrain.semi_supervised_kmeans(
+                "ss_kmeans_raw": nearest(run.raw["test"], semi_supervised_kmeans(
                     run.raw["train"], run.label["train"], run.K, run.num_known, seed))}
     assigned = found["train"].cpu().numpy()
     scores = score({row: ids.cpu().numpy() for row, ids in clusters.items()}, assigned, run.labels, run.data, run.num_known)

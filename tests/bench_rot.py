@@ -23,8 +23,9 @@ sys.path.insert(0, str(REPO))
 
 from encoder import Encoder, pick_dtype  # noqa: E402
 from make_lt_data import UserError, read_run, run_script, write_atomic  # noqa: E402
-from pretrain import load_checkpoint, load_trained_layers, seed_centres  # noqa: E402
+from pretrain import load_checkpoint, load_trained_layers  # noqa: E402
 from rot import relaxed_ot  # noqa: E402
+from seeding import seed_centres  # noqa: E402
 
 
 @dataclass

@@ -9,7 +9,6 @@ from conftest import one_line_error, script
 from sklearn.cluster import KMeans
 from torch.nn.functional import normalize
 
-import pretrain
 from baselines import shared
 from baselines.clnn import nearest_rows, neighbour_loss
 from baselines.dpn import prototype_loss
@@ -17,6 +16,7 @@ from baselines.latentem import assignment_loss, pass_labels_on
 from baselines.usnid import erase_tokens
 from encoder import Encoder
 from metrics import cluster_metrics
+from seeding import semi_supervised_kmeans
 
 NAMES = ("gcd", "deepaligned", "clnn", "dpn", "latentem", "usnid")
 
@@ -118,7 +118,7 @@ def test_kmeans_plus_plus_starts_far_from_the_known_centres():
                    for k in range(6)])
     label = torch.full((120,), -1)
     label[[0, 20]] = torch.tensor([0, 1])
-    centre = pretrain.semi_supervised_kmeans(x, label, 6, 2, seed=0, n_init=1, plus_plus=True)
+    centre = semi_supervised_kmeans(x, label, 6, 2, seed=0, n_init=1, plus_plus=True)
     assert len(torch.cdist(x, centre).argmin(1).unique()) == 6
 
 

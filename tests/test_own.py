@@ -17,7 +17,8 @@ from conftest import PATIENCE, REPO, TINY_PRETRAIN, TINY_TRAIN, one_line_error, 
 from make_lt_data import UserError, make_own_task, make_split, open_table, raw_corpus, read_run, read_table, records, run_name
 from metrics import cluster_metrics
 from predict import distinct, keywords, propose_names
-from pretrain import estimate_num_classes, load_checkpoint, num_classes_by_size
+from pretrain import load_checkpoint
+from seeding import estimate_num_classes, num_classes_by_size
 from train_imbanid import Args, wanted_classes
 
 TEXTS = [f"{verb} the {thing}" for verb in ("open", "close", "paint") for thing in ("door", "window", "gate", "roof")]
@@ -263,7 +264,7 @@ def test_the_fewer_labels_the_more_the_silhouette_has_a_say(monkeypatch, per_cla
     z, label, _, _ = made_up(30, 20, 0, labelled=per_class)
 
     def estimate(answer):
-        monkeypatch.setattr("pretrain.silhouette_num_classes", lambda *_: answer)
+        monkeypatch.setattr("seeding.silhouette_num_classes", lambda *_: answer)
         return estimate_num_classes(z, label, z[:0], label[:0], (30.0, 10.0, 100, 0.0), 0)
 
     assert abs(estimate(10_000) / estimate(2_500) - 4 ** share) < 0.03
@@ -284,7 +285,7 @@ def test_class_sizes_bound_the_number_of_classes(monkeypatch):
     assert 18 < least < 20 < most < 23
 
     def estimate(bounds):
-        monkeypatch.setattr("pretrain.num_classes_by_size", lambda *_: bounds)
+        monkeypatch.setattr("seeding.num_classes_by_size", lambda *_: bounds)
         return estimate_num_classes(z, label, dev_z, dev, (30.0, 10.0, 100, 0.1), 0)
 
     free = estimate((12, 60))

@@ -22,7 +22,7 @@ import pretrain
 import train_imbanid
 from encoder import Dropout, Encoder, Packed, attend, weights_sha256
 from make_lt_data import UserError, parse_args
-from pretrain import (
+from seeding import (
     appendix_e,
     class_means,
     class_sizes,
