@@ -21,7 +21,7 @@ from conftest import PATIENCE, REPO, TINY_PRETRAIN, TINY_TRAIN, Started, one_lin
 import pretrain
 import train_imbanid
 from encoder import Dropout, Encoder, Packed, attend, weights_sha256
-from make_lt_data import UserError, parse_args
+from make_lt_data import ThisProcessError, UserError, parse_args
 from seeding import (
     appendix_e,
     class_means,
@@ -859,7 +859,7 @@ make_lt_data.run_script(lambda _: eval(sys.argv[1]))"""
 
 
 def test_a_gpu_that_cannot_be_used_is_said_and_not_taken_for_a_wrong_encoder(tiny_encoder):
-    with pytest.raises(UserError, match="the GPU cannot be used .*--device cpu"):  # no machine has so many
+    with pytest.raises(ThisProcessError, match="the GPU cannot be used .*--device cpu"):  # no machine has so many
         Encoder(str(tiny_encoder), 32, torch.device("cuda", 99), torch.float32)
 
 
