@@ -153,8 +153,9 @@ def run_script(main, Args=None):
     except (RuntimeError, MemoryError) as err:  # torch says it by a RuntimeError
         if isinstance(err, RuntimeError) and not re.search("out of memory|t allocate memory", str(err)):
             raise
+        slower = " or, on a GPU, --no_cache" if hasattr(Args, "no_cache") else ""
         message = (f"out of memory ({(str(err).strip().splitlines() or ['numpy'])[0][:150]}): free some, or pass a smaller "
-                   "--batch_size, on a GPU --no_cache; finished epochs are saved")
+                   f"--batch_size{slower}; finished epochs are saved")
         every = True
     except KeyboardInterrupt as err:
         every = bool(err.args)

@@ -31,6 +31,8 @@ from encoder import Encoder, pick_dtype, weights_sha256
 from make_lt_data import ThisProcessError, UserError, check_positive, first_process, open_run, run_script, write_atomic
 from seeding import class_means
 
+LIMIT = datetime.timedelta(hours=2)  # that processes wait for one another: process 0 seeds a large corpus meanwhile
+
 
 @dataclass
 class Args:
@@ -192,12 +194,11 @@ def start_processes(device):
     else:
         share, told = len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"]), torch.get_num_threads()
         torch.set_num_threads(max(1, share if told == 1 else min(share, told)))  # 1 is what torchrun sets on any machine
-    store, rank, world = next(dist.rendezvous("env://"))
+    store, rank, world = next(dist.rendezvous("env://", timeout=LIMIT))
     store = dist.PrefixStore(agreed_prefix(store, rank, world), store)
     on_gpu = device.type == "cuda"
     dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=world,
-                            timeout=datetime.timedelta(hours=2),  # process 0 seeds a large corpus while the others wait
-                            device_id=device if on_gpu else None)
+                            timeout=LIMIT, device_id=device if on_gpu else None)
     return rank, world, device
 
 
@@ -207,7 +208,7 @@ def agreed_prefix(store, rank, world):
     torchrun --max_restarts keeps its store, in which the new processes could read the addresses of the dead ones; and its
     number of restarts is each node's own.
     """
-    name = uuid.uuid4().hex
+    name, late = uuid.uuid4().hex, time.monotonic() + LIMIT.total_seconds()
     if rank > 0:
         store.set(f"asks {rank}", name)
         agreed = store.get(f"for {name}").decode()
@@ -217,6 +218,8 @@ def agreed_prefix(store, rank, world):
         while not store.check([f"{other} has {name}"]):  # the one that asked may have been a dead one
             if store.check([f"asks {other}"]):
                 store.set(f"for {store.get(f'asks {other}').decode()}", name)
+            if time.monotonic() > late:
+                raise RuntimeError(f"timed out: process {other} has not come")
             time.sleep(0.02)
     return name
 
@@ -252,7 +255,8 @@ def on_all_processes(device, work):
         if world > 1:
             dist.barrier()  # process 0 is still writing: a process that left would look like a failure to torchrun
     except RuntimeError as err:
-        if "RANK" not in os.environ or not any(word in str(err) for word in ("onnection", "NCCL", "peer", "imed out")):
+        words = "onnection", "NCCL", "peer", "imed out", "timeout"
+        if int(os.environ.get("WORLD_SIZE", 1)) == 1 or not any(word in str(err) for word in words):
             raise
         reason = str(err).strip().splitlines()[-1].strip()
         raise ThisProcessError(f"another process died or cannot be reached ({reason[:150]}): the same command goes on from the "

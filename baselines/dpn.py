@@ -6,8 +6,9 @@ The paper's five steps. Representation learning: CE + MLM (pretrain.py). Prototy
 means) and of K k-means clusters of all rows. Alignment and decoupling: bipartite matching says which clusters are the known
 classes. Semantic-aware prototypical learning: (a) every row is drawn to the cluster prototypes near it, (b) the rows of the
 matched clusters to the known classes' prototypes; (c) cross-entropy sees the labelled rows. EMA updating: (b)'s prototypes
-follow the labelled means by a moving average. k-means at the end. Authors' code: github.com/Lackel/DPN, the settings from its
-run.sh, init_parameter.py and data.py after the authors' corrections.
+follow the labelled means by a moving average. k-means at the end. Features are what a dense layer makes of the encoder's; the
+authors' is trained in the pre-training already, this one starts as the identity. Authors' code: github.com/Lackel/DPN, the
+settings from its run.sh, init_parameter.py and data.py after the authors' corrections.
 """
 from dataclasses import dataclass
 

@@ -433,7 +433,11 @@ def on_two_nodes(*words, flags=()):
                "--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}", *map(str, words)]
     nodes = [subprocess.Popen(command, env={**os.environ, "NODE": str(n)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                               text=True) for n in range(2)]
-    said = [node.communicate(timeout=PATIENCE) for node in nodes]
+    try:
+        said = [node.communicate(timeout=PATIENCE) for node in nodes]
+    finally:
+        for node in nodes:
+            node.terminate()  # torchrun ends its processes
     assert [node.returncode for node in nodes] == [0, 0], said
     return said
 
