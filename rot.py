@@ -49,7 +49,7 @@ def relaxed_ot(log_p, lambda1=0.05, lambda2=2.0, *, row=None, prior=None, penalt
     row: (N,) positive sample weights, alpha up to scale (default: equal). prior: (K,) positive, up to scale (uniform).
     penalty: "reverse_kl", "kl" or "equality". solver: "newton", or "sinkhorn" with `sweeps` row and column scalings
     before every update of beta and h (many sweeps need not converge: see `converged`).
-    tol: on the residual |Q^T 1 - beta|_1 (default 1e-9 for float64 input, 1e-6 below). max_iter: Newton steps (200) or
+    tol: on the residual |Q^T 1 - beta|_1 (default 1e-9 for float64 input, 1e-6 below). max_iter: Newton steps (500) or
     Sinkhorn sweeps (10,000). init: (K,) potential of an earlier solution. chunk_rows: rows a pass handles at once.
     reduce: sums a tensor over processes that each hold some of the rows (none is allowed); all get the same beta.
 
@@ -70,7 +70,7 @@ def relaxed_ot(log_p, lambda1=0.05, lambda2=2.0, *, row=None, prior=None, penalt
     g = start if init is None else g
     problem = _SemiDual(log_p, alpha, prior, lambda1, lambda2, penalty, chunk_rows, reduce)
     if solver == "newton":
-        g, n_iter, residual = _newton(problem, g, tol, 200 if max_iter is None else max_iter, rungs)
+        g, n_iter, residual = _newton(problem, g, tol, 500 if max_iter is None else max_iter, rungs)
     elif solver == "sinkhorn":
         g, n_iter, residual = _sinkhorn(problem, g, tol, 10_000 if max_iter is None else max_iter, sweeps)
     else:
@@ -326,9 +326,11 @@ def _newton_at(problem, g, value, q, beta, tol, max_iter):
         # Cholesky fails where the dual is flat to the last digit in more directions: then each column goes by itself.
         step = grad / system.diagonal() if failed else torch.cholesky_solve(grad[:, None], factor)[:, 0]
         # Rows saturate a few lambda1 away, where longer steps overshoot: no column goes further than four, or a tenth of the
-        # longest step. Laplacians are all the Hessian is made of, and with them a clamped step ascends still.
-        step -= step.median()
-        most = max(4 * problem.lambda1, float(step.abs().max()) / 10)
+        # longest step. Laplacians are all the Hessian is made of, and with them a clamped step ascends still. Columns next to
+        # empty, whose steps are noise, are no measure: those of the others, far from them all, would be clamped to one number.
+        live = step[~(q + beta < 1e-3 * residual / len(g))]  # all where numbers have run out and this is NaN
+        step -= live.median()
+        most = max(4 * problem.lambda1, float((live - live.median()).abs().max()) / 10)
         step.clamp_(-most, most)
         slope, t = grad @ step, 1.0
         while True:
