@@ -202,7 +202,7 @@ def appendix_e(z, num_known, max_classes, min_cluster, seed):
     (Zhang et al. 2021), which the paper follows here.
     """
     K = min(max_classes or 3 * num_known, len(z))
-    sizes = np.bincount(KMeans(K, n_init=1, random_state=seed).fit_predict(z.cpu().numpy()), minlength=K)
+    sizes = kmeans(z, K, seed, n_init=1)[1].bincount(minlength=K)
     return max(int((sizes >= (min_cluster or len(z) / K)).sum()), num_known)
 
 

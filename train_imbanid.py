@@ -68,7 +68,7 @@ from pretrain import (
     trained_state,
 )
 from rot import RotResult, moving_average_marginal, relaxed_ot
-from seeding import appendix_e, estimate_num_classes, kmeans_rows, seed_centres
+from seeding import appendix_e, estimate_num_classes, kmeans, kmeans_rows, seed_centres
 
 ESTIMATES = ("true", "auto", "appendix_e")  # what --num_classes may be beside a number
 
@@ -326,7 +326,7 @@ def evaluate(args, z, head, pseudo_label, data, labels, meta, kmeans_file):
         found = kmeans_rows(z["raw"], z["pretrained"], label, K, num_known, args.seed)
         write_atomic(kmeans_file, lambda f: np.save(f, found))
     clusters = dict(zip(("kmeans_raw", "ss_kmeans_raw", "kmeans_pretrained"), found), test=pred)
-    clusters["test_kmeans"] = KMeans(K, n_init=10, random_state=args.seed).fit_predict(z["final"]["test"].cpu().numpy())
+    clusters["test_kmeans"] = kmeans(z["final"]["test"], K, args.seed)[1].cpu().numpy()
     return score(clusters, pseudo_label, labels, data, num_known), pred
 
 

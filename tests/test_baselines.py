@@ -249,6 +249,7 @@ def test_a_killed_run_ends_like_one_that_was_not(tiny_flags, name, monkeypatch):
         assert (whole / file).read_bytes() == (part / file).read_bytes(), file
     a, b = (json.loads((folder / "results.json").read_text()) for folder in (whole, part))
     assert a["test"] == b["test"] and a["epochs"] == b["epochs"]
+    assert np.load(whole / "beta.npy").sum() == pytest.approx(1)
     trained = torch.load(whole / "last.pt", weights_only=True)["modules"]
     assert any(part.startswith("dense") for part in trained) == (name not in ("gcd", "clnn"))
 

@@ -18,7 +18,7 @@ from make_lt_data import UserError, make_own_task, make_split, open_table, raw_c
 from metrics import cluster_metrics
 from predict import distinct, keywords, propose_names
 from pretrain import load_checkpoint
-from seeding import estimate_num_classes, num_classes_by_size
+from seeding import appendix_e, estimate_num_classes, num_classes_by_size
 from train_imbanid import Args, wanted_classes
 
 TEXTS = [f"{verb} the {thing}" for verb in ("open", "close", "paint") for thing in ("door", "window", "gate", "roof")]
@@ -251,6 +251,7 @@ def test_the_number_of_classes_is_found(K, num_known):
     found = estimate_num_classes(z, label, dev_z, dev, (30.0, 10.0, 300, 0.0), 0)
     assert abs(found - K) <= 0.1 * K
     assert found == estimate_num_classes(z, label, dev_z, dev, (30.0, 10.0, 300, 0.0), 0)
+    assert abs(appendix_e(z, num_known, 0, 0, 0) - K) >= abs(found - K)
 
 
 def test_the_number_of_classes_without_labels():
