@@ -320,12 +320,13 @@ def estimate_num_classes(z, label, dev_z, dev_label, args_of_seeding, seed):
     return round(min(max(found, least), most))
 
 
-def kmeans_rows(raw, pretrained, label, K, num_known, seed):
-    """Test clusters (3, M) of k-means on raw features, the same with labelled rows held, and k-means on pretrained ones.
+def kmeans_rows(raw, label, K, num_known, seed, pretrained=None):
+    """Test clusters (rows, M) of k-means, of the same with labelled rows held, and, where given, of k-means on pretrained ones.
 
     raw, pretrained: {"train": (N, H), "test": (M, H)} unit rows. Fitted on train, test rows go to the nearest centre.
     """
-    plain = [kmeans(z["train"], K, seed, n_init=3)[0] for z in (raw, pretrained)]
-    held = semi_supervised_kmeans(raw["train"], label, K, num_known, seed)
-    found = nearest(raw["test"], plain[0]), nearest(raw["test"], held), nearest(pretrained["test"], plain[1])
-    return torch.stack(found).cpu().numpy()
+    fitted = [(raw, kmeans(raw["train"], K, seed, n_init=3)[0]),
+              (raw, semi_supervised_kmeans(raw["train"], label, K, num_known, seed))]
+    if pretrained:
+        fitted.append((pretrained, kmeans(pretrained["train"], K, seed, n_init=3)[0]))
+    return np.stack([nearest(z["test"], centre).cpu().numpy() for z, centre in fitted])

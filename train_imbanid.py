@@ -323,7 +323,7 @@ def evaluate(args, z, head, pseudo_label, data, labels, meta, kmeans_file):
             found = np.load(kmeans_file)
     if found is None:
         label = torch.from_numpy(labels["train"]).to(head.device)
-        found = kmeans_rows(z["raw"], z["pretrained"], label, K, num_known, args.seed)
+        found = kmeans_rows(z["raw"], label, K, num_known, args.seed, z["pretrained"])
         write_atomic(kmeans_file, lambda f: np.save(f, found))
     clusters = dict(zip(("kmeans_raw", "ss_kmeans_raw", "kmeans_pretrained"), found), test=pred)
     clusters["test_kmeans"] = kmeans(z["final"]["test"], K, args.seed)[1].cpu().numpy()

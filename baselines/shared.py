@@ -45,7 +45,7 @@ from pretrain import (
     seed_epoch,
     trained_state,
 )
-from seeding import kmeans, nearest, semi_supervised_kmeans
+from seeding import kmeans, kmeans_rows, nearest
 from train_imbanid import print_scores, read_finished, save_run, score
 
 
@@ -304,13 +304,12 @@ def finish(run, fit, dense=None):
     found = {split: nearest(z[split], centre) for split in z}
     cosine = (normalize(z["train"], dim=1) * normalize(centre, dim=1)[found["train"]]).sum(1)
     seed = run.args.seed
-    clusters = {"test": found["test"], "test_kmeans": kmeans(z["test"], run.K, seed)[1],
-                "kmeans_raw": nearest(run.raw["test"], kmeans(run.raw["train"], run.K, seed, n_init=3)[0]),
-                "ss_kmeans_raw": nearest(run.raw["test"], semi_supervised_kmeans(
-                    run.raw["train"], run.label["train"], run.K, run.num_known, seed))}
-    assigned = found["train"].cpu().numpy()
-    scores = score({row: ids.cpu().numpy() for row, ids in clusters.items()}, assigned, run.labels, run.data, run.num_known)
-    arrays = {"pseudo_label": assigned, "confidence": cosine.cpu().numpy(), "test_pred": found["test"].cpu().numpy(),
+    assigned, pred = (found[split].cpu().numpy() for split in ("train", "test"))
+    raw, held = kmeans_rows(run.raw, run.label["train"], run.K, run.num_known, seed)
+    clusters = {"test": pred, "test_kmeans": kmeans(z["test"], run.K, seed)[1].cpu().numpy(), "kmeans_raw": raw,
+                "ss_kmeans_raw": held}
+    scores = score(clusters, assigned, run.labels, run.data, run.num_known)
+    arrays = {"pseudo_label": assigned, "confidence": cosine.cpu().numpy(), "test_pred": pred,
               "beta": np.bincount(assigned, minlength=run.K) / len(assigned),
               "train_feature": z["train"].half().cpu().numpy(), "test_feature": z["test"].cpu().numpy()}
     run.seconds["evaluate"] = time.time() - start

@@ -79,8 +79,9 @@ def pretend_gpu(monkeypatch, *modules):
     """Let the scripts of these names, run in this process and in float32, find a GPU."""
     tensor, save, load_masked_lm = torch.tensor, torch.save, encoder.load_masked_lm
 
-    def load(name):  # transformers uses the device meta itself
-        with _disable_current_modes():
+    def load(name):  # transformers uses the device meta itself, and at its first model the torch.tensor that torch has
+        with _disable_current_modes(), monkeypatch.context() as real:
+            real.setattr(torch, "tensor", tensor)
             return load_masked_lm(name)
 
     monkeypatch.setattr(torch, "tensor", lambda data, device=None, **kw: (
