@@ -193,7 +193,7 @@ def ablation_table(folder="results"):
 
 
 def method_title(run):
-    title = METHODS[run["method"]]
+    title = METHODS.get(run["method"], run["method"])  # one that somebody has added
     if run["method"] == "kmeans":
         title = ("semi-sup. " if run["config"]["semi_supervised"] else "") + title + f", {run['config']['features']} features"
     return title

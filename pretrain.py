@@ -47,7 +47,7 @@ class Args:
     epochs: int = 30  # at most; the paper does not say
     max_steps: int = 1200  # no new epoch after so many batches: a large corpus needs fewer epochs
     patience: int = 20  # epochs without a better dev result after which it stops (Appendix D)
-    select: str = "loss"  # what is best on dev: loss (cross-entropy), or accuracy as in the paper; see README
+    select: str = "loss"  # what is best on dev: loss (cross-entropy), or accuracy; the paper says neither, see README
     lr: float = 5e-5  # AdamW (Appendix D)
     head_lr: float = 5e-4  # AdamW, for the heads, which start from nothing or from class means
     batch_size: int = 512  # rows of the masked-language-modelling batch (Appendix D)
