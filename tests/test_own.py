@@ -368,6 +368,7 @@ def test_from_csv_to_report_with_one_command(own_run):
         if label:
             assert line["name"] == label == line["label"] and line["confidence"] == "100.0"
     assert assigned[-2]["name"] == rows[-2][2] == assigned[0]["label"]  # the twin of a labelled row shares its label
+    assert read_table(run / "assignments.csv", "", "")[2:] == ("text", "label")  # a table to go on with
     assert sum(int(line["size"]) for line in clusters) == len(rows) - 1
     assert len({line["name"].casefold() for line in clusters}) == len(clusters)
     assert {line["known"] for line in clusters} == {"yes", "no"} and sum(line["known"] == "yes" for line in clusters) == 5
