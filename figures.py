@@ -650,9 +650,11 @@ def report(run, pictures):
     xy = dict(zip(rows[chosen].tolist(), xy.round(4).tolist()))
     with open_table(folder / "assignments.csv") as f:
         points = [[*xy[row], place[line["cluster"]], line["text"][:300], line["confidence"]]
-                  for row, line in enumerate(records(f, folder / "assignments.csv")) if row in xy and line["cluster"] in place]
+                  for line in records(f, folder / "assignments.csv")
+                  if (row := int(line["row"]) - 1) in xy and line["cluster"] in place]
     known = sum(line["known"] == "yes" for line in clusters)
-    facts = {"rows": f"{sum(int(line['size']) for line in clusters):,}", "known intents": known,
+    shown = sum(int(line["size"]) for line in clusters)  # not those of clusters whose lines somebody has deleted
+    facts = {"rows": f"{shown:,}" + (f" of {len(rows):,}" if shown < len(rows) else ""), "known intents": known,
              "new intents": len(clusters) - known, "encoder": html.escape(Path(run["encoder"]).name), "epochs": run["epochs"],
              "minutes": f"{sum(run['seconds'].values()) / 60:.1f}",
              **{f"test {c}": f"{run['test'][c]:.1f} %" for c in COLUMNS[:3] if "test" in run}}

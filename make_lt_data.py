@@ -85,7 +85,8 @@ TASK = ("dataset", "gamma", "seed", "known_ratio", "labeled_ratio")  # what tell
 TABLES = (".csv", ".tsv", ".jsonl", ".json")
 TEXT_NAMES = ("text", "utterance", "message", "query", "question", "sentence", "body", "content", "input", "description")
 LABEL_NAMES = ("label", "intent", "category", "class", "topic", "tag", "target")
-LIKE_NONE = ("na", "n/a", "nan", "none", "null", "nil", "-", "--", "?", "unknown", "unlabeled", "unlabelled", "tbd", "todo")
+LIKE_NONE = ("na", "n/a", "nan", "none", "null", "nil", "-", "--", "?", "unknown", "unlabeled", "unlabelled", "tbd", "todo",
+             "other", "others", "misc", "miscellaneous", "oos", "out of scope")
 DELIMITERS = ",;\t|"
 OPEN_NAME = re.compile(rf'(?:^|[{DELIMITERS}])\s*"(?:[^"]|"")*$')  # a header whose last name is in quotes that are open
 FEWEST_TEXTS = 10
@@ -136,6 +137,8 @@ def run_script(main, Args=None):
         raise KeyboardInterrupt("SIGTERM")
 
     signal.signal(signal.SIGTERM, stop)  # a batch system's way to say Ctrl-C, and torchrun's to those who outlive a process
+    if sys.stdout:
+        sys.stdout.reconfigure(errors="backslashreplace")  # a name may hold what the screen has no letter for
     every = False  # whether all processes say it, or one for all
     try:
         main(parse_args(Args) if Args else sys.argv[1:])
@@ -293,6 +296,13 @@ def clean(text):
     return text.replace("\r\n", "\n").replace("\r", "\n").replace("\0", "?").encode("utf-8", "replace").decode()
 
 
+def as_cell(value):
+    """What a table says for a value of JSON."""
+    if value is None or value != value:
+        return ""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
 def read_rows(path):
     """The (text, label) rows of one raw file: tab separated, quoted as the csv module reads it, one header line."""
     try:
@@ -430,7 +440,7 @@ def records(file, path):
         whole = first.lstrip().startswith("[")
         for number, row in enumerate(json.loads("".join(lines)) if whole else filter(str.strip, lines), 1):  # noqa: B007
             row = row if whole else json.loads(row)
-            yield {clean(key): "" if value is None or value != value else clean(str(value)) for key, value in row.items()}
+            yield {clean(key): clean(as_cell(value)) for key, value in row.items()}
     except UnicodeDecodeError:
         raise UserError(f"{path}: not valid UTF-8; convert the file to UTF-8 first") from None
     except (ValueError, AttributeError, RecursionError) as err:
@@ -445,6 +455,7 @@ def delimited(file, path, first, above, said):
     said: the delimiter, where one of these says so.
     """
     begin, full, short = 1, False, []  # full: whether a row had all cells; short: the lines of those that had not
+    between = behind = 0  # empty lines between rows, and behind the last one
     head = [first] if first.count('"') % 2 and OPEN_NAME.search(first) else []
     while head and (more := file.readline()):  # a name that goes on in the next line
         above, begin = above + 1, begin - 1
@@ -457,7 +468,7 @@ def delimited(file, path, first, above, said):
     delimiter = said or ("\t" if Path(path).suffix.lower() == ".tsv" and "\t" in first else max(DELIMITERS, key=bare.count))
     reader = csv.reader(without_nul(itertools.chain([first], file), path), strict=True,
                         delimiter=delimiter if delimiter in bare else "\x1f",
-                        skipinitialspace=bool(re.search(f'{re.escape(delimiter)} +"', first)))  # it would hide the quote
+                        skipinitialspace=f"{delimiter} " in bare)  # which would hide a quote behind it
     try:
         columns = [clean(name).strip() for name in next(reader, [])]
         if columns.count("") > 1:  # a spreadsheet saves empty columns too
@@ -470,7 +481,9 @@ def delimited(file, path, first, above, said):
             line, begin = above + reader.line_num, reader.line_num + 1  # of the next row, if the reader fails in it
             row = row or [""] * (len(columns) == 1)  # an empty line of a one-column table is a row without text
             if not row:
+                behind += 1
                 continue
+            between, behind = between + behind, 0
             full = full or len(row) == len(columns)
             if not full or len(row) > len(columns):
                 other = not said and set(DELIMITERS) & set(bare) - {delimiter}
@@ -482,8 +495,11 @@ def delimited(file, path, first, above, said):
                 short.append(line)
             yield dict(itertools.zip_longest(columns, map(clean, row), fillvalue=""))
     except csv.Error as err:
-        raise UserError(f"{path}, the row that begins in line {above + begin}: broken quoting ({err}); a quote within a quoted "
-                        "text is written twice") from None
+        reason = str(err).replace("'\x1f'", "the end of the line")
+        raise UserError(f"{path}, the row that begins in line {above + begin}: broken quoting ({reason}); a quote within a "
+                        "quoted text is written twice") from None
+    if between:
+        print(f"{path}: {between} empty line(s) left out, which the numbers of rows do not count", file=sys.stderr)
     if short:
         print(f"{path}: {len(short)} row(s) with fewer cells than the header has (first in line {short[0]}): their last cells "
               "count as empty", file=sys.stderr)
@@ -536,8 +552,8 @@ def read_table(path, text_column, label_column):
     texts = [row.get(text_column, "").strip() for row in rows]
     labels = [" ".join(row.get(label_column, "").split()) for row in rows]
     if label_column is not None and not any(labels):
-        raise UserError(f"{path}: column {label_column!r} is empty in every row: pass --label_column none to cluster without "
-                        "labels")
+        raise UserError(f"{path}: column {label_column!r} is empty in every row: name another with --label_column, or pass "
+                        "--label_column none to cluster without labels")
     if len(set(texts) - {""}) < FEWEST_TEXTS:
         raise UserError(f"{path} has {len(rows)} row(s) with {len(set(texts) - {''})} different text(s) in column "
                         f"{text_column!r}: at least {FEWEST_TEXTS} are needed (--text_column chooses another column)")
@@ -575,17 +591,20 @@ def make_own_task(texts, labels, seed, dev_ratio):
 
     empty, conflicts = sum(not text for text in texts), sum(len(set(found)) > 1 for found in votes.values())
     like_none = [name for name in names if name.casefold() in LIKE_NONE]
+    lost = sorted({label for label in labels if label} - set(chosen))
     same = [alike for alike in Counter(name.casefold() for name in names).items() if alike[1] > 1]
     notes = ((empty, "row(s) without text: kept in assignments.csv, without a cluster"),
              (len(texts) - empty - len(distinct), "row(s) repeat another's text: each text is learned from once"),
-             (conflicts, "text(s) with more than one label: the most frequent label counts"),
+             (conflicts, "text(s) with more than one label: the most frequent label counts, or the first of these"),
+             (len(lost), f"label(s) of such texts alone, which count for none of them and are no class "
+              f"({', '.join(lost[:5])}{', ...' if lost[5:] else ''})"),
              (len(few), f"label(s) with fewer than 3 labelled texts ({', '.join(few[:5])}{', ...' if few[5:] else ''}): none "
               "of these is kept for dev"),
              (sum(c in like_none for c in chosen), f"text(s) with the label {' or '.join(like_none)}, a class like any other "
               "here: leave the cell empty where it means that there is none"),
              (len(same), f"label(s) written in several ways ({', '.join(name for name, _ in same[:5])}): each way is a class"),
-             (len(chosen) * all(chosen), "texts and a label for each: they are sorted into their classes, and new ones are not "
-              "looked for unless --num_classes says so"))
+             (len(chosen) * all(chosen), "texts and a label for each, which they keep, so that nothing new can be found: leave "
+              "the cell empty of a text that may be of another class"))
     for number, note in notes:
         if number:
             print(f"{number} {note}")
@@ -628,6 +647,8 @@ def own_data(args):
 
 def write_run(folder, texts, labels, names, arrays, meta):
     """Write data/<run>/ whole: into a folder beside it, then one rename. labels["train"]: -1 where hidden."""
+    if folder.exists() and not (folder / "meta.json").exists() and any(folder.iterdir()):
+        raise UserError(f"{folder} holds files but no meta.json, so they are not make_lt_data.py's: move them elsewhere")
     part = part_of(folder)
     part.mkdir(parents=True)
     try:

@@ -139,7 +139,8 @@ def ask_for_name(command, words, examples, proposed):
     asked = [f"keywords: {', '.join(words)}", *(" ".join(text.split()) for text in examples)]
     said = subprocess.run(command, shell=True, capture_output=True, input="\n".join(asked) + "\n", encoding="utf-8",
                           errors="replace")
-    line = next((line.strip() for line in said.stdout.splitlines() if line.strip()), "")
+    printable = re.sub(r"\x1b\[[0-9;]*m|[\x00-\x09\x0b-\x1f\x7f]", " ", said.stdout)  # a terminal's colours, NUL
+    line = next((" ".join(line.split()) for line in printable.splitlines() if line.strip()), "")
     if said.returncode in (126, 127):
         raise UserError(f"--name_command {command!r} cannot be run: {said.stderr.strip()[:200]}")
     if said.returncode or not line:
@@ -161,7 +162,7 @@ def open_model(run):
     """(checkpoint of the last epoch, results.json) of a run folder."""
     try:
         results = json.loads((run / "results.json").read_text())
-    except (OSError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         raise UserError(f"{run} is no finished run (no results.json): pass a folder that train_imbanid.py wrote") from None
     if results["method"] != "imbanid":
         raise UserError(f"{run} is a run of {results['method']}, which has no cluster head: pass one of train_imbanid.py")
@@ -279,18 +280,22 @@ def cluster_names(run, K):
     path = run / "clusters.csv"
     if not path.exists():
         raise UserError(f"{path} is missing: run python predict.py {run} first, which names the clusters")
-    try:
-        with open_table(path) as file:
-            lines = [line for line in records(file, path) if any(line.values())]  # a spreadsheet may leave an empty one
-        names = {int(line["id"]): line["name"] for line in lines}
-        if len(names) < len(lines):
-            raise ValueError("an id stands there twice")
-        if not names or not names.keys() <= set(range(K)):
-            raise ValueError(f"ids go from 0 to {K - 1}")
-        return names
-    except (KeyError, ValueError) as err:
-        raise UserError(f"{path} has no column id with numbers and name ({err}): remove it and run python predict.py "
-                        f"{run}") from None
+    names, mend = {}, f"mend it (or remove it, and the names you gave: python predict.py {run} writes it anew)"
+    with open_table(path) as file:
+        for number, line in enumerate(records(file, path), 1):
+            if not any(line.values()):  # a spreadsheet may leave an empty one
+                continue
+            if not {"id", "name"} <= line.keys():
+                raise UserError(f"{path} has no columns id and name: {mend}")
+            k = int(line["id"]) if line["id"].isdecimal() else K
+            if k >= K or k in names:
+                raise UserError(f"{path}, row {number}: id {line['id']!r} is not one of 0 to {K - 1}, or not the first: {mend}")
+            names[k] = line["name"].strip()
+            if not names[k]:
+                raise UserError(f"{path}, row {number}: the cluster with id {k} has no name: {mend}")
+    if not names:
+        raise UserError(f"{path} holds no id: {mend}")
+    return names
 
 
 def label_rows(rows, text_column, labeller, names, columns, batch):
@@ -310,6 +315,8 @@ def label_file(args):
     state, results = open_model(run)
     names = cluster_names(run, len(state["head"]))
     stdin, output = args.input == "-", Path(args.output)
+    if stdin and not sys.stdin:
+        raise UserError("the standard input is closed: pass a file of new texts")
     if not stdin and not Path(args.input).is_file():
         raise UserError(f"{args.input} is {'no regular file' if Path(args.input).exists() else 'missing'}: pass a .csv, .tsv "
                         "or .jsonl file, a file of lines, or - for stdin")
@@ -324,7 +331,7 @@ def label_file(args):
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(io.TextIOWrapper(sys.stdin.buffer, "utf-8-sig", newline="") if stdin else
                                    open_table(args.input))
-        rows = records(file, "lines" if stdin else args.input)
+        rows = records(file, "stdin" if stdin else args.input)
         sample = list(itertools.islice(rows, 1 if stdin else 1000))  # to choose the column by
         if not sample:
             raise UserError(f"{'stdin' if stdin else args.input} is empty, or a header without rows")

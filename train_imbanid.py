@@ -278,7 +278,10 @@ def wanted_classes(args, meta):
         most = min(most, meta["num_test"])  # k-means is fitted on either
     if wanted == "true" and meta["num_classes"]:
         wanted = str(meta["num_classes"])
-    if not args.num_classes and "own" in meta and meta["num_unlabelled"] == meta["num_dev"]:  # the dev texts have labels too
+    if "own" in meta and meta["num_unlabelled"] == meta["num_dev"]:  # every text has a label, those of dev too, and keeps it
+        if wanted not in ("auto", "appendix_e", str(meta["num_known"])):
+            raise UserError(f"--num_classes {wanted}: every text has a label and keeps it, so there are {meta['num_known']} "
+                            "classes and nothing new can be found: leave the cell empty of a text that may be of another")
         return meta["num_known"], most
     if wanted == "appendix_e" and not (meta["num_known"] or args.max_classes):
         raise UserError("--num_classes appendix_e needs known classes, or --max_classes")

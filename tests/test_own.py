@@ -16,7 +16,7 @@ from conftest import PATIENCE, REPO, TINY_PRETRAIN, TINY_TRAIN, one_line_error, 
 
 from make_lt_data import UserError, make_own_task, make_split, open_table, raw_corpus, read_run, read_table, records, run_name
 from metrics import cluster_metrics
-from predict import distinct, keywords, propose_names
+from predict import ask_for_name, cluster_names, distinct, keywords, propose_names
 from pretrain import load_checkpoint
 from seeding import appendix_e, estimate_num_classes, num_classes_by_size
 from train_imbanid import Args, wanted_classes
@@ -83,14 +83,21 @@ def test_what_spreadsheets_put_around_a_table(tmp_path, capsys):
                               f'"{row["text"]}",a\n' for row in rows[1:])),
                           ("empty.csv", "text,label,,\n" + "".join(f'"{row["text"]}",a,,\n' for row in rows)),
                           ("space.csv", '"text", "label"\n' + "".join(f'"{row["text"]}", "a"\n' for row in rows)),
+                          ("plain.csv", "text, label\n" + "".join(f'"{row["text"]}", "a"\n' for row in rows)),
+                          ("gaps.csv", "text,label\n" + "\n\n".join(f'"{row["text"]}",a' for row in rows) + "\n\n"),
                           ("inches.csv", 'text,label,size 5"\n' + "".join(f'"{row["text"]}",a,1\n' for row in rows)),
                           ("break.csv", '"the\ntext",label\n' + "".join(f'"{row["text"]}",a\n' for row in rows)),
                           ("late.json", "\n\n" + json.dumps(rows, indent=1))):
         (tmp_path / name).write_text(content)
         assert read_table(tmp_path / name, "", "")[:2] == ([row["text"] for row in rows], ["a"] * len(rows)), name
     assert read_table(tmp_path / "late.json", "", "")[2:] == ("text", "label")
-    said = f"{tmp_path}/short.csv: {len(rows) - 1} row(s) with fewer cells than the header has (first in line 3)"
-    assert capsys.readouterr().err.startswith(said)
+    short, gaps = capsys.readouterr().err.splitlines()
+    assert short.startswith(f"{tmp_path}/short.csv: {len(rows) - 1} row(s) with fewer cells than the header has (first in line"
+                            " 3)")
+    assert gaps.startswith(f"{tmp_path}/gaps.csv: {len(rows) - 1} empty line(s) left out")
+    (tmp_path / "nested.jsonl").write_text("\n".join(json.dumps({**row, "more": {"ö": True}}) for row in rows))
+    with open_table(tmp_path / "nested.jsonl") as f:
+        assert next(records(f, tmp_path / "nested.jsonl"))["more"] == '{"ö": true}'
 
 
 def test_odd_texts_survive(tmp_path):
@@ -123,6 +130,9 @@ def test_duplicates_conflicts_and_dev(capsys):
     said = capsys.readouterr().out
     for words in ("1 row(s) without text", "3 row(s) repeat", "1 text(s) with more than one", "1 label(s) with fewer than 3"):
         assert words in said
+    assert "are no class" not in said
+    assert make_own_task(["a1", "a1", *TEXTS], ["a", "b", *["a"] * 12], 0, 0.2)[2] == ["a"]
+    assert "1 label(s) of such texts alone, which count for none of them and are no class (b)" in capsys.readouterr().out
 
 
 def test_bad_tables_end_in_one_line(tmp_path):
@@ -174,11 +184,15 @@ def test_labels_that_may_not_be_meant_are_counted(capsys):
     assert capsys.readouterr().out.startswith(f"{len(TEXTS)} texts and a label for each")
 
 
-def test_where_every_text_has_a_label_new_classes_are_looked_for_on_demand_alone():
+def test_where_every_text_has_a_label_there_are_no_new_classes():
     meta = {"own": True, "num_classes": None, "num_known": 3, "num_unlabelled": 5, "num_dev": 5}
-    for flag, wanted in (("", 3), ("auto", "auto"), ("appendix_e", "appendix_e"), ("6", 6)):
-        assert wanted_classes(Args(num_classes=flag), meta) == (wanted, 8)
+    for flag in ("", "auto", "appendix_e", "3"):
+        assert wanted_classes(Args(num_classes=flag), meta) == (3, 8)
+    for flag in ("6", "2"):
+        with pytest.raises(UserError, match=f"--num_classes {flag}: every text has a label"):
+            wanted_classes(Args(num_classes=flag), meta)
     assert wanted_classes(Args(), {**meta, "num_unlabelled": 9})[0] == "auto"
+    assert wanted_classes(Args(num_classes="6"), {**meta, "num_unlabelled": 9})[0] == 6
 
 
 def test_names_of_runs_and_changed_tables(tmp_path):
@@ -195,6 +209,15 @@ def test_names_of_runs_and_changed_tables(tmp_path):
     one_line_error(script("make_lt_data.py", *flags, ok=False), "another t.csv", "remove")
     path.unlink()
     assert f"but {path} is not: skipped" in script("make_lt_data.py", *flags).stdout
+    name = table(tmp_path / "名.csv", [(text, "a") for text in TEXTS])  # on a screen without such letters
+    done = subprocess.run([sys.executable, REPO / "make_lt_data.py", "--dataset", name, *flags[2:]], capture_output=True,
+                          env={**os.environ, "PYTHONIOENCODING": "latin-1"}, timeout=PATIENCE)
+    assert done.returncode == 0 and rb"\u540d.csv" in done.stdout
+    mine = tmp_path / "data/mine_s0/mine.csv"  # where the split would go, with a file of the user's in it
+    mine.parent.mkdir()
+    table(mine, [(text, "a") for text in TEXTS])
+    one_line_error(script("make_lt_data.py", "--dataset", mine, *flags[2:], ok=False), "no meta.json", "elsewhere")
+    assert [*mine.parent.iterdir()] == [mine] and not list(tmp_path.rglob("*.part"))
 
 
 def test_records_read_on_as_they_are_asked_for():
@@ -444,6 +467,7 @@ def test_the_users_own_naming_program(own_run, tmp_path):
     (run / "clusters.csv").write_text("\n".join(lines))
     script("predict.py", run, "--data_dir", folder / "data", "--name_command", "echo same")
     assert "edited by hand" in {line["name"] for line in read(run / "clusters.csv") if line["known"] == "yes"}
+    assert ask_for_name(r"printf '\n\033[31mred\000 \tname\033[0m\n'", [], [], "") == "red name"
     done = script("predict.py", run, "--data_dir", folder / "data", "--name_command", "false")
     assert "failed for cluster" in done.stderr and "same" not in {line["name"] for line in read(run / "clusters.csv")}
     kept = (run / "clusters.csv").read_bytes()
@@ -474,6 +498,18 @@ def test_names_that_were_edited_are_kept_and_a_line_that_is_gone_gets_no_text(ow
     (run / "clusters.csv").unlink()
     script("predict.py", run, "--data_dir", folder / "data")
     assert [line["name"] for line in read(run / "clusters.csv")] == [line["name"] for line in lines]
+    lines = read(run / "assignments.csv")
+    with open(run / "assignments.csv", "w", newline="") as f:  # sorted in a spreadsheet: the map goes by the column row
+        out = csv.DictWriter(f, lines[0])
+        out.writeheader()
+        out.writerows(lines[::-1])
+    points = [], []
+    for side in points:
+        script("figures.py", run)
+        side += json.loads((run / "report.html").read_text().split('id="data">')[1].split("</script>")[0])["points"]
+        (run / "assignments.csv").unlink()
+        script("predict.py", run, "--data_dir", folder / "data")
+    assert points[0] != points[1] and sorted(points[0]) == sorted(points[1])
     (run / "assignments.csv").write_bytes("row;text;label;cluster;name;confidence\n1;größe;;0;a;9\n".encode("latin-1"))
     line, = [line for line in script("figures.py", run).stdout.splitlines() if "report.html" in line]
     assert "left out, an older one stays" in line and "assignments.csv: not valid UTF-8" in line and len(line) < 400
@@ -506,9 +542,13 @@ def test_bad_calls_of_predict(own_run, tmp_path, tiny_run):
     (edited / "last.pt").write_bytes(b"PK")
     one_line_error(script("predict.py", edited, new, ok=False), "last.pt", "results.json", "train_imbanid.py")
     shutil.copy(run / "last.pt", edited)
-    for text in ("cluster,name\n0,a\n", "id,name\n,a\n", "id,name\n99,a\n", "id,name\n", "id,name\n0,a\n0,b\n"):
+    for text, words in (("cluster,name\n0,a\n", "no columns id and name"), ("id,name\n0,a\n,all\n", "row 2: id ''"),
+                        ("id,name\n99,a\n", "id '99'"), ("id,name\n", "holds no id"), ("id,name\n0,a\n0,b\n", "row 2: id '0'"),
+                        ("id,name\n1.0,a\n", "id '1.0'"), ("id,name\n0,  \n", "row 1: the cluster with id 0 has no name")):
         (edited / "clusters.csv").write_text(text)
-        one_line_error(script("predict.py", edited, new, ok=False), "clusters.csv", "id")
+        with pytest.raises(UserError, match=re.escape(words)):
+            cluster_names(edited, 8)
+    one_line_error(script("predict.py", edited, new, ok=False), "clusters.csv", "no name", "mend it")
     (edited / "clusters.csv").write_text("id,name\n0,a\n,\n")  # the empty row that spreadsheets leave
     (tmp_path / "gaps.csv").write_text("text,note\nopen the door,x\n,y\n")
     done = script("predict.py", edited, tmp_path / "gaps.csv")
