@@ -61,7 +61,7 @@ def make_own(folder, clusters=6, rows=40):
         lines = csv.writer(f)
         lines.writerow("row text label cluster name confidence".split())
         for i, row in enumerate(train_row):
-            lines.writerow([i, texts[row], "", found[row], "x", "90.0"] if row >= 0 else [i, "", "", "", "", ""])
+            lines.writerow([i + 1, texts[row], "", found[row], "x", "90.0"] if row >= 0 else [i + 1, "", "", "", "", ""])
     with open(out / "clusters.csv", "w", encoding="utf-8", newline="") as f:
         lines = csv.writer(f)
         lines.writerow("id known name size share confidence keywords example_1 example_2 example_3 example_4 example_5".split())
