@@ -1,3 +1,4 @@
+import inspect
 import math
 
 import pytest
@@ -125,6 +126,14 @@ def test_an_empty_class_selects_nothing_and_an_exact_quota_is_not_rounded_up():
     clean = select_clean(label, torch.linspace(0, 1, 10), torch.tensor([0.3, 0.7]), rho=1.0, use_qr=False)
     assert clean.sum() == 3  # 10 * 1 * 0.3 is 3, not ceil(3.0000000000000004) = 4
     assert select_clean(label, torch.ones(10), torch.tensor([0.3, 0.7]), rho=1e30, use_qr=False).all()
+    assert not select_clean(label, torch.ones(10), torch.tensor([0.3, 0.7]), rho=0, use_qr=False).any()
+    assert not select_clean(label, torch.ones(10), torch.tensor([0.0, 1.0]), use_qr=False).any(), "a share may be 0"
+
+
+def test_the_defaults_are_the_papers():
+    rho, tau_g = (inspect.signature(select_clean).parameters[name].default for name in ("rho", "tau_g"))
+    assert (rho, tau_g) == (0.7, 0.9)
+    assert all(inspect.signature(f).parameters["tau"].default == 0.07 for f in (class_wise_loss, instance_wise_loss))
 
 
 @pytest.mark.parametrize("call,word", [

@@ -72,3 +72,12 @@ def test_a_mask_is_no_clustering_and_groups_need_their_classes():
 def test_every_class_needs_its_count(num_known, class_counts):
     with pytest.raises(ValueError, match="class_counts"):
         cluster_metrics(np.array([0, 1, 2]), np.array([0, 1, 1]), num_known, class_counts)
+
+
+def test_lists_do_as_well_and_nothing_may_be_known():
+    scores = cluster_metrics([0, 1, 1], [1, 0, 0], 0, [1, 2])
+    assert scores["ACC"] == scores["novel"] == 100 and np.isnan(scores["known"])
+    assert match_clusters([0, 1, 1], [1, 0, 0]).tolist() == [1, 0] == match_clusters([0, 1], [1, 0]).tolist()
+    groups = size_groups([4] * 40, 0)  # of equal sizes, the first ones
+    assert groups["head"].tolist() == list(range(12)) and groups["tail"].tolist() == list(range(28, 40))
+    assert size_groups([7], 1)["head"].dtype == np.int64, "an index, empty as it is"
