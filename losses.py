@@ -40,7 +40,8 @@ def select_clean(label, confidence, beta, rho=0.7, tau_g=0.9, use_dr=True, use_q
         return torch.ones(N, dtype=torch.bool, device=label.device)
     clean = torch.zeros(N, dtype=torch.bool, device=label.device)
     if use_dr:
-        quota = torch.ceil(N * rho * beta.double() - 1e-6).to(label.device)  # 1e-6: float32 0.3 * 10 is 3, not 3.0000001
+        quota = torch.ceil(N * rho * beta.double() - 1e-6)  # 1e-6: float32 0.3 * 10 is 3, not 3.0000001
+        quota = quota.clamp_max(N).long().to(label.device)  # above 2**63 it would wrap; not every device has float64
         order = torch.argsort(confidence, descending=True, stable=True)
         order = order[torch.argsort(label[order], stable=True)]  # class by class, most confident first
         size = torch.bincount(label, minlength=len(beta))
