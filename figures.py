@@ -63,6 +63,7 @@ ROWS = (("ImbaNID", "test"), ("ImbaNID, protocol T", "test_kmeans"), ("k-means, 
         ("semi-supervised k-means, raw", "ss_kmeans_raw"), ("k-means, pre-trained features", "kmeans_pretrained"))
 COLUMNS = ("ACC", "NMI", "ARI", "known", "novel", "head", "medium", "tail")
 GROUPS = COLUMNS[-3:]
+LEADS = {("test", "ACC"): "C", ("test", "tail"): "tail (C)", ("test_kmeans", "ACC"): "T"}
 METHOD_COLUMNS = (*(f"{c} (C)" for c in COLUMNS[:5]), "ACC (T)", "epochs", "seconds")
 USAGE = ("usage: figures.py RUN..., figures.py mean RUN..., figures.py keep RUN..., or figures.py table "
          "[DOCUMENT...]; RUN is a folder in out/, or a file in results/")
@@ -199,10 +200,10 @@ def method_title(run):
     return title
 
 
-def compared(folder):
+def compared(folder, more=False):
     """[((dataset, gamma, encoder), seeds, {method's title: {seed: run}})] of results/*.json, on the seeds that all have.
 
-    Where ImbaNID has more seeds than that, the methods that have these too follow once more.
+    more: where ImbaNID has more seeds than that, the methods that have these too follow once more.
     """
     found, groups = {}, []
     for run in read_kept(folder):
@@ -216,7 +217,7 @@ def compared(folder):
     for key in sorted(found, key=lambda key: (list(CORPORA).index(key[0]), key[1:])):
         shared = set.intersection(*(set(runs) for runs in found[key].values()))
         ours = set(found[key].get("ImbaNID", ()))
-        for seeds in (shared, ours) if ours > shared else (shared,):
+        for seeds in (shared, ours) if more and ours > shared else (shared,):
             by_method = {title: runs for title, runs in found[key].items() if runs.keys() >= seeds}
             if seeds and len(by_method) > 1:
                 seeds, order = sorted(seeds), list(METHODS)
@@ -244,12 +245,9 @@ def overview(folder, scores):
 
     scores(runs): numbers of one method's runs, which its cell holds with the best of each in bold.
     """
-    groups, rows, done = compared(folder), [], set()
+    groups, rows = compared(folder), []
     titles = list(dict.fromkeys(title for *_, by_method in groups for title in by_method))
     for key, seeds, by_method in groups:
-        if key in done:  # the seeds that only some have
-            continue
-        done.add(key)
         found = {title: ["-" if np.isnan(x) else f"{x:.1f}" for x in scores([runs[seed] for seed in seeds])]
                  for title, runs in by_method.items()}
         best = [max(column, key=float) if "-" not in column else None for column in zip(*found.values())]
@@ -272,10 +270,36 @@ def groups_table(folder="results"):
     return markdown((" / ".join(GROUPS), "gamma", "seeds", *titles), rows) if rows else ""
 
 
+def leads_table(folder="results"):
+    """baselines/README.md's table of what ImbaNID has above, or below, the best of the six and the best k-means row."""
+    rows, kinds = [], ("the six", "k-means")
+    for (dataset, gamma, _), seeds, by_method in compared(folder):
+        cells = [CORPORA[dataset][0], f"{gamma:g}", " ".join(map(str, seeds))]
+        for row, column in LEADS:
+            scores = {title: np.array([runs[seed][row][column] for seed in seeds], dtype=float)
+                      for title, runs in by_method.items()}
+            ours = scores.pop("ImbaNID", np.array(np.nan))
+            for kind in kinds:
+                others = {title.replace("k-means, ", "").removesuffix(" features"): x for title, x in scores.items()
+                          if ("k-means" in title) == (kind == "k-means")}
+                told = others and not np.isnan(ours).any() and (column != "tail" or gamma > 1)  # with gamma 1 there is none
+                cells.append(lead(ours, others) if told else "-")
+        rows.append(cells)
+    columns = [f"{name}, {kind}" for name in LEADS.values() for kind in kinds]
+    return markdown(("corpus", "gamma", "seeds", *columns), rows) if rows else ""
+
+
+def lead(ours, others):
+    """"+8.5 (GCD; p 0.04)": the mean of ours (S,) minus that of the best of others, {title: (S,)}, with a paired t-test."""
+    best = max(others, key=lambda title: others[title].mean())
+    difference = ours - others[best]
+    p = f"; p {ttest_rel(ours, others[best]).pvalue:.2g}" if len(ours) > 1 and difference.any() else ""
+    return f"{difference.mean():+.1f} ({best}{p})"
+
+
 def methods_table(folder="results"):
-    """baselines/README.md's table of all there is to the compared methods; ImbaNID's row has a paired t-test of its ACC against
-    the best other row. Empty where nothing can be compared."""
-    rows = [row for group in compared(folder) for row in methods_rows(*group)]
+    """baselines/README.md's table of all there is to the compared methods. Empty where nothing can be compared."""
+    rows = [row for group in compared(folder, more=True) for row in methods_rows(*group)]
     columns = "corpus", "gamma", "method", "seeds", *METHOD_COLUMNS, "paper (BERT), ACC"
     return markdown(columns, rows) if rows else ""
 
@@ -283,15 +307,10 @@ def methods_table(folder="results"):
 def methods_rows(key, seeds, by_method):
     """Rows of methods_table: means over the seeds. key: (dataset, gamma, encoder). by_method: {title: {seed: run}}."""
     rows = []
-    acc = {method: np.array([runs[seed]["test"]["ACC"] for seed in seeds]) for method, runs in by_method.items()}
-    best = max((title for title in acc if title != "ImbaNID"), key=lambda title: acc[title].mean())
     for title, by_seed in by_method.items():
         runs = [by_seed[seed] for seed in seeds]
         cells = [CORPORA[key[0]][0], f"{key[1]:g}", title, " ".join(map(str, seeds))]
-        cells += [*method_cells(runs), paper_acc(runs[0]["method"], *key[:2])]
-        if title == "ImbaNID" and len(seeds) > 1 and (acc[title] != acc[best]).any():
-            cells[4] += f" (p {ttest_rel(acc[title], acc[best]).pvalue:.2g} against {best})"
-        rows.append(cells)
+        rows.append([*cells, *method_cells(runs), paper_acc(runs[0]["method"], *key[:2])])
     return rows
 
 
@@ -408,8 +427,8 @@ def speed_table(folder="results"):
             + markdown(["processes of train_imbanid.py", "seconds an epoch", "GB in the largest"], processes))
 
 
-TABLES = (headline_table, results_table, ablation_table, settings_table, overview_table, groups_table, methods_table,
-          other_settings_table, transport_tables, speed_table)  # what `table` builds
+TABLES = (headline_table, results_table, ablation_table, settings_table, overview_table, groups_table, leads_table,
+          methods_table, other_settings_table, transport_tables, speed_table)  # what `table` builds
 
 
 # ---- pictures, a function each; what draws them is imported where it is used, so that the tables start at once ----
