@@ -299,19 +299,14 @@ def lead(ours, others):
 
 def methods_table(folder="results"):
     """baselines/README.md's table of all there is to the compared methods. Empty where nothing can be compared."""
-    rows = [row for group in compared(folder, more=True) for row in methods_rows(*group)]
+    rows = []
+    for (dataset, gamma, _), seeds, by_method in compared(folder, more=True):
+        for title, by_seed in by_method.items():
+            runs = [by_seed[seed] for seed in seeds]
+            rows.append([CORPORA[dataset][0], f"{gamma:g}", title, " ".join(map(str, seeds)), *method_cells(runs),
+                         paper_acc(runs[0]["method"], dataset, gamma)])
     columns = "corpus", "gamma", "method", "seeds", *METHOD_COLUMNS, "paper (BERT), ACC"
     return markdown(columns, rows) if rows else ""
-
-
-def methods_rows(key, seeds, by_method):
-    """Rows of methods_table: means over the seeds. key: (dataset, gamma, encoder). by_method: {title: {seed: run}}."""
-    rows = []
-    for title, by_seed in by_method.items():
-        runs = [by_seed[seed] for seed in seeds]
-        cells = [CORPORA[key[0]][0], f"{key[1]:g}", title, " ".join(map(str, seeds))]
-        rows.append([*cells, *method_cells(runs), paper_acc(runs[0]["method"], *key[:2])])
-    return rows
 
 
 def method_cells(runs):
