@@ -155,6 +155,14 @@ def results_table(folder="results"):
     return markdown(columns, rows)
 
 
+def paired_test(ours, others):
+    """A paired t-test of scores (S,) of the same seeds: "p 0.04", "each" where all differ alike, else empty."""
+    differ = (ours - others).round(9)  # the same on all seeds but for the last bit: no spread to test against
+    if len(ours) == 1 or not differ.any():
+        return ""
+    return f"p {ttest_rel(ours, others).pvalue:.2g}" if np.ptp(differ) else "each"
+
+
 def ablation_table(folder="results"):
     """README's ablation table: ours (the paper's) for head, medium and tail at gamma 10, and ACC with a paired t-test, or
     with `each` where the difference is the same on all seeds. Empty while results/ has no ablation.
@@ -181,9 +189,8 @@ def ablation_table(folder="results"):
             paired = all((dataset, "", seed) in runs for seed in seeds)
             ours, full = (np.array([runs[dataset, which, seed]["test"]["ACC"] for seed in seeds])
                           for which in (tag, "" if paired else tag))
-            differ = (ours - full).round(9)  # the same on all seeds but for the last bit: no spread to test against
-            p = f" (p {ttest_rel(ours, full).pvalue:.2g})" if np.ptp(differ) else " (each)"
-            cells.append(f"{ours.mean():.2f}" + (f", {differ.mean():+.2f}{p}" if len(seeds) > 1 and differ.any() else ""))
+            p = paired_test(ours, full)
+            cells.append(f"{ours.mean():.2f}" + (f", {(ours - full).mean():+.2f} ({p})" if p else ""))
         rows.append(cells)
     rows.append(["semi-sup. k-means (10 starts), raw features"])
     for dataset in corpora:
@@ -292,9 +299,8 @@ def leads_table(folder="results"):
 def lead(ours, others):
     """"+8.5 (GCD; p 0.04)": the mean of ours (S,) minus that of the best of others, {title: (S,)}, with a paired t-test."""
     best = max(others, key=lambda title: others[title].mean())
-    difference = ours - others[best]
-    p = f"; p {ttest_rel(ours, others[best]).pvalue:.2g}" if len(ours) > 1 and difference.any() else ""
-    return f"{difference.mean():+.1f} ({best}{p})"
+    p = paired_test(ours, others[best])
+    return f"{(ours - others[best]).mean():+.1f} ({best}{p and '; ' + p})"
 
 
 def methods_table(folder="results"):
