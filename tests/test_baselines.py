@@ -16,7 +16,6 @@ from baselines.latentem import assignment_loss, pass_labels_on
 from baselines.usnid import erase_tokens
 from encoder import Encoder
 from metrics import cluster_metrics
-from seeding import semi_supervised_kmeans
 
 NAMES = ("gcd", "deepaligned", "clnn", "dpn", "latentem", "usnid")
 
@@ -111,15 +110,6 @@ def test_erased_tokens(tiny_encoder):
         assert all(token in left for token in after.tolist()), "the order must stay"
     assert special.sum() == 2 * 60
     assert not torch.equal(erased.values[:erased.offsets[1]], erased.values[erased.offsets[3]:erased.offsets[4]])
-
-
-def test_kmeans_plus_plus_starts_far_from_the_known_centres():
-    x = torch.cat([normalize(torch.eye(6)[k] + 0.01 * torch.randn(20, 6, generator=torch.Generator().manual_seed(k)), dim=1)
-                   for k in range(6)])
-    label = torch.full((120,), -1)
-    label[[0, 20]] = torch.tensor([0, 1])
-    centre = semi_supervised_kmeans(x, label, 6, 2, seed=0, n_init=1, plus_plus=True)
-    assert len(torch.cdist(x, centre).argmin(1).unique()) == 6
 
 
 def test_steps_without_bias_correction_are_bertadams():

@@ -1,4 +1,4 @@
-"""A table of one's own: reading it, the number of classes, names, report, and labels for new texts."""
+"""A table of one's own: reading it, names, report, and labels for new texts."""
 import csv
 import io
 import json
@@ -18,7 +18,6 @@ from make_lt_data import UserError, make_own_task, make_split, open_table, raw_c
 from metrics import cluster_metrics
 from predict import ask_for_name, cluster_names, distinct, keywords, propose_names
 from pretrain import load_checkpoint
-from seeding import appendix_e, estimate_num_classes, num_classes_by_size
 from train_imbanid import Args, wanted_classes
 
 TEXTS = [f"{verb} the {thing}" for verb in ("open", "close", "paint") for thing in ("door", "window", "gate", "roof")]
@@ -241,80 +240,6 @@ def test_records_read_on_as_they_are_asked_for():
 
     found = records(Endless(), "t.csv")
     assert [next(found)["text"] for _ in range(3)] == ["open door 1", "open door 2", "open door 3"] and len(asked) < 10
-
-
-# ---- the number of classes ----
-
-def made_up(K, num_known, seed, spread=0.7, size=60, labelled=6, H=32):
-    """Unit rows of K round classes in H dimensions, long-tailed, and dev rows of the known ones."""
-    g = torch.Generator().manual_seed(seed)
-    centre = torch.nn.functional.normalize(torch.randn(K, H, generator=g), dim=1)
-    sizes = [max(10, int(size * 5 ** (-k / K))) for k in torch.randperm(K, generator=g).tolist()]
-    truth = torch.repeat_interleave(torch.arange(K), torch.tensor(sizes))
-
-    def rows(truth):
-        return torch.nn.functional.normalize(centre[truth] + spread * torch.randn(len(truth), H, generator=g) / H**0.5, dim=1)
-
-    label = torch.full((len(truth),), -1)
-    for k in range(num_known):
-        label[torch.where(truth == k)[0][:labelled]] = k
-    dev = torch.arange(num_known).repeat_interleave(10)
-    return rows(truth), label, rows(dev), dev
-
-
-def test_classes_of_one_labelled_text_each_do_not_mislead_the_estimate():
-    z, label, _, _ = made_up(20, 6, 1, labelled=1)
-    assert 14 <= estimate_num_classes(z, label, z[:0], label[:0], (30.0, 10.0, 300, 0.0), 0) <= 28
-    assert estimate_num_classes(z[label >= 0], label[label >= 0], z[:0], label[:0], (30.0, 10.0, 300, 0.0), 0) == 6
-
-
-@pytest.mark.parametrize("K,num_known", [(40, 30), (40, 24)])
-def test_the_number_of_classes_is_found(K, num_known):
-    z, label, dev_z, dev = made_up(K, num_known, 0)
-    found = estimate_num_classes(z, label, dev_z, dev, (30.0, 10.0, 300, 0.0), 0)
-    assert abs(found - K) <= 0.1 * K
-    assert found == estimate_num_classes(z, label, dev_z, dev, (30.0, 10.0, 300, 0.0), 0)
-    assert abs(appendix_e(z, num_known, 0, 0, 0) - K) >= abs(found - K)
-
-
-def test_the_number_of_classes_without_labels():
-    z, label, dev_z, dev = made_up(20, 0, 1)
-    assert 15 <= estimate_num_classes(z, label, dev_z, dev, (30.0, 10.0, 300, 0.0), 0) <= 26
-
-
-@pytest.mark.parametrize("per_class,share", [(3, 0.35), (10, 0.0)])
-def test_the_fewer_labels_the_more_the_silhouette_has_a_say(monkeypatch, per_class, share):
-    """20 known classes with `per_class` labelled rows each and none on dev: 60 in all, or 200, where it is not even asked."""
-    z, label, _, _ = made_up(30, 20, 0, labelled=per_class)
-
-    def estimate(answer):
-        monkeypatch.setattr("seeding.silhouette_num_classes", lambda *_: answer)
-        return estimate_num_classes(z, label, z[:0], label[:0], (30.0, 10.0, 100, 0.0), 0)
-
-    assert abs(estimate(10_000) / estimate(2_500) - 4 ** share) < 0.03
-
-
-def test_class_sizes_bound_the_number_of_classes(monkeypatch):
-    """12 classes known, 8 novel ones of two separate halves each, which the features alone give a wrong number for."""
-    g = torch.Generator().manual_seed(1)
-    centre = torch.nn.functional.normalize(torch.randn(28, 32, generator=g), dim=1)
-    truth = torch.repeat_interleave(torch.arange(28), torch.where(torch.arange(28) < 12, 56, 28))
-    z = torch.nn.functional.normalize(centre[truth] + 0.7 * torch.randn(len(truth), 32, generator=g) / 32**0.5, dim=1)
-    label = torch.full((len(truth),), -1)
-    for k in range(12):
-        label[torch.where(truth == k)[0][:6]] = k
-    dev = torch.arange(12).repeat_interleave(10)
-    dev_z = torch.nn.functional.normalize(centre[dev] + 0.7 * torch.randn(120, 32, generator=g) / 32**0.5, dim=1)
-    least, most = num_classes_by_size(label, 12, 0.1)
-    assert 18 < least < 20 < most < 23
-
-    def estimate(bounds):
-        monkeypatch.setattr("seeding.num_classes_by_size", lambda *_: bounds)
-        return estimate_num_classes(z, label, dev_z, dev, (30.0, 10.0, 100, 0.1), 0)
-
-    free = estimate((12, 60))
-    assert 12 < free < 60 and estimate((free + 2, 60)) == free + 2 and estimate((12, free - 1)) == free - 1
-    assert estimate((least, most)) == round(min(max(free, least), most))
 
 
 # ---- names ----
