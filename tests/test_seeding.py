@@ -16,6 +16,7 @@ from seeding import (
     num_classes_by_size,
     seed_centres,
     semi_supervised_kmeans,
+    splits_and_merges,
 )
 
 
@@ -215,6 +216,7 @@ def test_estimate_counts_the_large_clusters():
     assert appendix_e(x, 1, max_classes=4, min_cluster=0, seed=0) == 2  # those above the mean, 52.5
     x = torch.cat([x, normalize(torch.randn(2, 16, generator=torch.Generator().manual_seed(9)), dim=1)])
     assert appendix_e(x, 2, max_classes=6, min_cluster=20, seed=0) == 4
+    assert appendix_e(x[:5], 3, max_classes=0, min_cluster=0, seed=0) == 5  # no more clusters than rows
     assert appendix_e(x, 5, max_classes=6, min_cluster=20, seed=0) == 5  # never fewer than the known ones
 
 
@@ -267,6 +269,40 @@ def test_the_fewer_labels_the_more_the_silhouette_has_a_say(monkeypatch, per_cla
         return estimate_num_classes(z, label, z[:0], label[:0], (30.0, 10.0, 100, 0.0), 0)
 
     assert abs(estimate(10_000) / estimate(2_500) - 4 ** share) < 0.03
+
+
+def test_splits_and_merges_are_bcubed_of_the_hidden_classes_with_the_unseen_ones_reckoned_in(monkeypatch):
+    """Eight known classes, two hidden at a time, centres drawn at random: row by row as the docstring says it."""
+    g = torch.Generator().manual_seed(0)
+    K, num_known, H = 14, 8, 6
+    z, dev_z = normalize(torch.randn(90, H, generator=g), dim=1), normalize(torch.randn(40, H, generator=g), dim=1)
+    label, dev = torch.arange(90) % num_known, torch.arange(40) % num_known
+    label[48:] = -1
+    folds = []
+
+    def drawn(x, visible, K, *_, **__):
+        folds.append((visible.clone(), normalize(torch.randn(K, H, generator=g), dim=1)))
+        return folds[-1][1]
+
+    monkeypatch.setattr("seeding.seed_centres", drawn)
+    found = splits_and_merges(z, label, dev_z, dev, K, (), 0)
+    rows, truth = torch.cat([z[:48], dev_z]), label[:48].tolist() + dev.tolist()
+    recall, precision, ever_hidden = [], [], []
+    for visible, centre in folds:
+        hidden = {k for i, k in enumerate(label.tolist()) if k >= 0 and visible[i] < 0}
+        ever_hidden += hidden
+        shown = [k for k in range(num_known) if k not in hidden]
+        assert [shown[k] for k in visible[visible >= 0].tolist()] == [k for k in label[:48].tolist() if k not in hidden]
+        cluster = [shown.index(k) if i < 48 and k in shown else int((rows[i] @ centre.T).argmax())
+                   for i, k in enumerate(truth)]
+        for i, k in enumerate(truth):
+            if k in hidden:
+                others = [truth[j] for j in range(88) if j != i and cluster[j] == cluster[i]]
+                rivals = sum(other in hidden and other != k for other in others)
+                recall.append(others.count(k) / (truth.count(k) - 1))
+                precision.append(others.count(k) / max(1e-9, len(others) + rivals * (K - num_known) / (len(hidden) - 1)))
+    assert sorted(ever_hidden) == list(range(num_known)) and len(folds) == 4
+    assert found == pytest.approx((sum(recall) / len(recall), sum(precision) / len(precision)), rel=1e-4)
 
 
 def test_class_sizes_bound_the_number_of_classes(monkeypatch):
