@@ -326,3 +326,20 @@ def test_class_sizes_bound_the_number_of_classes(monkeypatch):
     free = estimate((12, 60))
     assert 12 < free < 60 and estimate((free + 2, 60)) == free + 2 and estimate((12, free - 1)) == free - 1
     assert estimate((least, most)) == round(min(max(free, least), most))
+
+
+def test_the_bounds_hold_the_spread_of_the_sizes_and_what_a_labelled_row_leaves_open():
+    """2, 4, 6 and 8 of a tenth are 15.5 to 75.5 rows, 45.5 in the mean, and the 455 others make ten classes more."""
+    label = torch.cat([torch.arange(4).repeat_interleave(torch.tensor([2, 4, 6, 8])), torch.full((617,), -1)])
+    spread = 10 * math.sqrt(400 * 5 / 3) / 45.5 * math.sqrt(1 / 4 + 1 / 10)
+    error = math.hypot(spread, 14 * 4.5 / 45.5 / math.sqrt(4))
+    assert num_classes_by_size(label, 4, 0.1) == pytest.approx((14 - error, 14 + error))
+
+
+def test_of_a_large_corpus_some_rows_tell_the_number_of_classes(monkeypatch):
+    z, label, dev_z, dev = made_up(20, 10, 0)
+    seen = []
+    monkeypatch.setattr("seeding.SEARCHED", 300)
+    monkeypatch.setattr("seeding.seed_centres", lambda x, *given, **_: seen.append((len(x), given[6])) or x[:given[1]])
+    estimate_num_classes(z, label, dev_z, dev, (30.0, 10.0, 300, 0.1), 0)
+    assert set(seen) == {(360, 0.0)}, "with the 60 labelled ones, which are no tenth of their classes any more"
