@@ -369,7 +369,7 @@ def settings_table(folder="results"):
     """
     runs = [run for run in read_kept(folder, None) if run["method"] == "imbanid"]
     rows = []
-    for key in ("known_ratio", "omega", "lambda2", "num_classes", "dtype"):
+    for key in ("known_ratio", "omega", "lambda2", "num_classes", "dtype", "trained_layers"):
         for title, by_value in on_shared_seeds(varied(runs, key)):
             for value, found in by_value.items():
                 K = sorted({run["num_classes"] for run in found})

@@ -271,6 +271,8 @@ def test_runs_of_two_trained_layers_are_not_compared_with_those_of_one(tmp_path)
             (("two_layers", two), ("", {"pretrain": {"dtype": "bfloat16"}}), ("o0.1", {"omega": 0.1}))]  # "" is older
     (_, by_value), = figures.varied(runs, "omega")
     assert {value: [run["tag"] for run in group] for value, group in by_value.items()} == {0.1: ["o0.1"], 0.5: [""]}
+    (_, by_value), = figures.varied(runs, "trained_layers")
+    assert {value: [run["tag"] for run in group] for value, group in by_value.items()} == {1: [""], 2: ["two_layers"]}
 
 
 def test_compared_methods_have_settings_of_their_own(tmp_path):
