@@ -65,6 +65,7 @@ COLUMNS = ("ACC", "NMI", "ARI", "known", "novel", "head", "medium", "tail")
 GROUPS = COLUMNS[-3:]
 LEADS = {("test", "ACC"): "C", ("test", "tail"): "tail (C)", ("test_kmeans", "ACC"): "T"}
 METHOD_COLUMNS = (*(f"{c} (C)" for c in COLUMNS[:5]), "ACC (T)", "epochs", "seconds")
+OF_A_RUN = ("seed", "data", "pretrain", "weights", "dtype", "no_cache")  # what runs over seeds and machines may differ in
 USAGE = ("usage: figures.py RUN..., figures.py mean RUN..., figures.py keep RUN..., or figures.py table "
          "[DOCUMENT...]; RUN is a folder in out/, or a file in results/")
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#666666")  # Okabe and Ito: safe for all eyes
@@ -91,7 +92,17 @@ def read_kept(folder, ratios=(0.75, 0.1)):
 
 
 def spread(runs, key):
-    """{column: (mean, standard deviation)} of one row of results over runs; NaN where any is null."""
+    """{column: (mean, standard deviation)} of one row of results over seeds; NaN where any is null.
+
+    UserError where the runs differ in another setting than the seed.
+    """
+    first = runs[0]
+    for run in runs[1:]:
+        for flag in ("dataset", "gamma", "encoder", "method", "tag", *first["config"]):
+            one, other = ({**of, **of["config"]}.get(flag) for of in (first, run))
+            if one != other and other is not None and flag not in OF_A_RUN:  # an older file may lack a flag
+                raise UserError(f"these runs of {first['method']} on {first['dataset']} differ in more than the seed ({flag} "
+                                f"{one}, {other}): take their means one by one")
     values = {c: np.array([run[key][c] for run in runs], dtype=float) for c in COLUMNS}
     return {c: (v.mean(), v.std(ddof=1) if len(v) > 1 else 0.0) for c, v in values.items()}
 
@@ -106,12 +117,7 @@ def read_benchmark(path):
 
 def print_mean(folders):
     runs = [read_benchmark(folder) for folder in folders]
-    first = runs[0]
-    for run in runs:
-        for key in ("dataset", "gamma", "encoder", "method", "tag", "known_ratio", "labeled_ratio"):
-            one, other = ({**of["config"], **of}[key] for of in (first, run))
-            if one != other:
-                raise UserError(f"these runs differ in more than the seed ({key} {one}, {other}): take their means one by one")
+    first, rows = runs[0], [(title, spread(runs, key)) for title, key in ROWS if key in runs[0]]
     if len({run["seed"] for run in runs}) < len(runs):
         raise UserError("a mean over seeds has each seed once")
     several = len(runs) > 1  # one seed has no deviation
@@ -119,11 +125,9 @@ def print_mean(folders):
           + (f"seeds {' '.join(str(run['seed']) for run in runs)}: mean and standard deviation, percent" if several else
              f"seed {first['seed']}, percent"))
     print(f"{'':30}" + "".join(f"{c:>{14 if several else 9}}" for c in COLUMNS))
-    for title, key in ROWS:
-        if key in first:
-            title = title.replace("ImbaNID", method_title(first))
-            print(f"{title:30}" + "".join(f"{mean:8.2f} ±{sd:4.2f}" if several else f"{mean:9.2f}"
-                                          for mean, sd in spread(runs, key).values()))
+    for title, scores in rows:
+        print(f"{title.replace('ImbaNID', method_title(first)):30}"
+              + "".join(f"{mean:8.2f} ±{sd:4.2f}" if several else f"{mean:9.2f}" for mean, sd in scores.values()))
     minutes = np.array([sum(run["seconds"].values()) for run in runs]) / 60
     print(f"{minutes.mean():.1f} minutes a run, peak memory {max(run['peak_memory_mb'] for run in runs):.0f} MB")
 
@@ -183,9 +187,9 @@ def ablation_table(folder="results"):
                 cells += ["not run"] * 4
                 continue
             theirs = (*paper, *3 * [math.nan])[3 * list(CORPORA).index(dataset):]
+            scores = spread([runs[dataset, tag, seed] for seed in seeds], "test")
             for group, value in zip(GROUPS, theirs):
-                mean = np.mean([runs[dataset, tag, seed]["test"][group] for seed in seeds])
-                cells.append(f"{mean:.2f}" + (f" ({value:.2f})" if value == value else ""))
+                cells.append(f"{scores[group][0]:.2f}" + (f" ({value:.2f})" if value == value else ""))
             paired = all((dataset, "", seed) in runs for seed in seeds)
             ours, full = (np.array([runs[dataset, which, seed]["test"]["ACC"] for seed in seeds])
                           for which in (tag, "" if paired else tag))

@@ -175,6 +175,8 @@ def test_a_folder_that_is_no_run_is_one_line(tmp_path):
     one_line_error(script("figures.py", "mean", *2 * [tmp_path / "out/demo_g4_s0"], ok=False), "each seed once")
     half = make_run(tmp_path, 1, known_ratio=0.5)
     one_line_error(script("figures.py", "mean", tmp_path / "out/demo_g4_s0", half, ok=False), "known_ratio 0.75, 0.5")
+    less = make_run(tmp_path, 1, omega=0.1)
+    one_line_error(script("figures.py", "mean", tmp_path / "out/demo_g4_s0", less, ok=False), "omega 0.5, 0.1")
     for command in ("mean", "keep"):
         one_line_error(script("figures.py", command, own, ok=False, cwd=tmp_path), "no test scores")
     assert not list(tmp_path.rglob("mine_s0.json"))
@@ -348,6 +350,11 @@ def test_methods_are_compared_on_the_seeds_they_share_and_on_all_that_imbanid_ha
     p = ttest_rel((80, 70, 75), (60, 64, 62)).pvalue
     assert figures.leads_table(tmp_path).splitlines()[2].split(" | ")[2:] == [
         "0 1 2", "-", f"+13.0 (raw; p {p:.2g})", "-", "-", "-", "+0.0 (raw) |"]
+    path = tmp_path / "demo_g4_s1_imbanid.json"
+    path.write_text(path.read_text().replace('"omega": 0.5', '"omega": 0.9'))
+    for table in (figures.methods_table, figures.overview_table, figures.results_table):
+        with pytest.raises(UserError, match="imbanid on demo differ in more than the seed .omega 0.5, 0.9"):
+            table(tmp_path)
 
 
 def test_other_settings_of_a_method_stand_under_its_usual_ones_on_the_same_seeds(tmp_path):
