@@ -341,7 +341,9 @@ def other_settings_table(folder="results"):
             else:
                 plain[*key, run["seed"]] = run
     groups, rows = {}, []
-    for (*key, _), by_seed in sorted(tagged.items(), key=lambda item: list(METHODS).index(item[0][3])):
+    order = [*METHODS], [*CORPORA]
+    for (*key, _), by_seed in sorted(tagged.items(), key=lambda item: (
+            order[0].index(item[0][3]), order[1].index(item[0][0]), item[0][1])):
         seeds = tuple(sorted(seed for seed in by_seed if (*key, seed) in plain))
         if seeds:
             groups.setdefault((*key, seeds), []).append([by_seed[seed] for seed in seeds])
