@@ -332,6 +332,10 @@ def other_settings_table(folder="results"):
 
     Runs with a tag, under the untagged ones of the same seeds, each with the flags that differ between them.
     """
+    def place(item):
+        dataset, gamma, _, method, _ = item[0]
+        return list(METHODS).index(method), list(CORPORA).index(dataset), gamma
+
     plain, tagged = {}, {}
     for run in read_kept(folder):
         key = run["dataset"], run["gamma"], run["encoder"], run["method"]
@@ -341,9 +345,7 @@ def other_settings_table(folder="results"):
             else:
                 plain[*key, run["seed"]] = run
     groups, rows = {}, []
-    order = [*METHODS], [*CORPORA]
-    for (*key, _), by_seed in sorted(tagged.items(), key=lambda item: (
-            order[0].index(item[0][3]), order[1].index(item[0][0]), item[0][1])):
+    for (*key, _), by_seed in sorted(tagged.items(), key=place):
         seeds = tuple(sorted(seed for seed in by_seed if (*key, seed) in plain))
         if seeds:
             groups.setdefault((*key, seeds), []).append([by_seed[seed] for seed in seeds])
