@@ -65,7 +65,7 @@ COLUMNS = ("ACC", "NMI", "ARI", "known", "novel", "head", "medium", "tail")
 GROUPS = COLUMNS[-3:]
 LEADS = {("test", "ACC"): "C", ("test", "tail"): "tail (C)", ("test_kmeans", "ACC"): "T"}
 METHOD_COLUMNS = (*(f"{c} (C)" for c in COLUMNS[:5]), "ACC (T)", "epochs", "seconds")
-OF_A_RUN = ("seed", "data", "pretrain", "weights", "dtype", "no_cache")  # what runs over seeds and machines may differ in
+OF_A_RUN = ("seed", "data", "pretrain", "dtype", "no_cache")  # what runs over seeds and machines may differ in
 USAGE = ("usage: figures.py RUN..., figures.py mean RUN..., figures.py keep RUN..., or figures.py table "
          "[DOCUMENT...]; RUN is a folder in out/, or a file in results/")
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#666666")  # Okabe and Ito: safe for all eyes
