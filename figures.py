@@ -66,6 +66,7 @@ GROUPS = COLUMNS[-3:]
 LEADS = {("test", "ACC"): "C", ("test", "tail"): "tail (C)", ("test_kmeans", "ACC"): "T"}
 METHOD_COLUMNS = (*(f"{c} (C)" for c in COLUMNS[:5]), "ACC (T)", "epochs", "seconds")
 OF_A_RUN = ("seed", "data", "pretrain", "dtype", "no_cache")  # what runs over seeds and machines may differ in
+WITH_IT = {"lr": "head_lr", "epochs": "max_steps"}  # flags that are set together, in tables of one of them
 USAGE = ("usage: figures.py RUN..., figures.py mean RUN..., figures.py keep RUN..., or figures.py table "
          "[DOCUMENT...]; RUN is a folder in out/, or a file in results/")
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#666666")  # Okabe and Ito: safe for all eyes
@@ -377,7 +378,7 @@ def settings_table(folder="results"):
     """
     runs = [run for run in read_kept(folder, None) if run["method"] == "imbanid"]
     rows = []
-    for key in ("known_ratio", "omega", "lambda2", "num_classes", "dtype", "trained_layers"):
+    for key in ("known_ratio", "omega", "lambda2", "num_classes", "dtype", "trained_layers", "epochs", "lr"):
         for title, by_value in on_shared_seeds(varied(runs, key)):
             for value, found in by_value.items():
                 K = sorted({run["num_classes"] for run in found})
@@ -385,8 +386,8 @@ def settings_table(folder="results"):
                              " ".join(map(str, K if len(K) == 1 else [run["num_classes"] for run in found])),
                              " ".join(str(run["seed"]) for run in found),
                              *(f"{mean:.2f}" for mean, _ in (spread(found, "test")[c] for c in COLUMNS[:5])),
-                             f"{spread(found, 'ss_kmeans_raw')['ACC'][0]:.2f}"])
-    columns = ("setting", "corpus", "value", "K", "seeds", *COLUMNS[:5], "semi-sup. k-means (10 starts), ACC")
+                             *(f"{spread(found, row)['ACC'][0]:.2f}" for row in ("test_kmeans", "ss_kmeans_raw"))])
+    columns = ("setting", "corpus", "value", "K", "seeds", *COLUMNS[:5], "ACC (T)", "semi-sup. k-means (10 starts), ACC")
     return markdown(columns, rows) if rows else ""
 
 
@@ -594,15 +595,15 @@ def confusion(run):
 # ---- pictures that compare runs ----
 
 def varied(runs, key, same=None):
-    """[(title, {value of key: runs})] where key varies among runs that agree in `same`, or in all but the seed, the tag and
-    what of the pre-training no flag of stage 3 repeats, other than the layers that train."""
-    found = {}
+    """[(title, {value of key: runs})] where key varies among runs that agree in `same`, or in all but the seed, the tag, the
+    flag that goes with key, and what of the pre-training no flag of stage 3 repeats, other than the layers that train."""
+    left_out, found = (key, WITH_IT.get(key), "seed", "tag", "pretrain", "data"), {}
     for run in runs:
         config = {**run["config"], "tag": run.get("tag", ""), "encoder": run["encoder"], "method": run["method"]}
         config["lambda2"] = config.get("lambda2") or (2.0 if config["gamma"] > 1 else 7.0)  # what train_imbanid.py makes of 0
         pre = config.get("pretrain") or {}
         config = {"dtype": pre.get("dtype"), "trained_layers": pre.get("trained_layers", 1)} | config  # older files lack them
-        rest = {k: v for k, v in config.items() if (k in same if same else k not in (key, "seed", "tag", "pretrain", "data"))}
+        rest = {k: v for k, v in config.items() if (k in same if same else k not in left_out)}
         title = CORPORA[run["dataset"]][0] + ("" if key == "gamma" else f", gamma {run['gamma']:g}")
         found.setdefault(json.dumps(rest, sort_keys=True), (title, {}))[1].setdefault(config.get(key), []).append(run)
     return [(title, dict(sorted(by_value.items()))) for title, by_value in found.values() if len(by_value) > 1]

@@ -41,7 +41,7 @@ def make_run(folder, seed=0, tag="", **settings):
     (out / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
     results = {"dataset": "demo", "gamma": config["gamma"], "seed": seed, "method": "imbanid", "tag": tag, "encoder": "minilm",
                "epochs": 3, "seconds": {"train": 60}, "num_classes": 6, "config": config, "test": SCORES, "kmeans_raw": SCORES,
-               "ss_kmeans_raw": SCORES}
+               "ss_kmeans_raw": SCORES, "test_kmeans": SCORES}
     (out / "results.json").write_text(json.dumps(results))
     return out
 
@@ -275,6 +275,15 @@ def test_runs_of_two_trained_layers_are_not_compared_with_those_of_one(tmp_path)
     assert {value: [run["tag"] for run in group] for value, group in by_value.items()} == {0.1: ["o0.1"], 0.5: [""]}
     (_, by_value), = figures.varied(runs, "trained_layers")
     assert {value: [run["tag"] for run in group] for value, group in by_value.items()} == {1: [""], 2: ["two_layers"]}
+
+
+def test_flags_that_are_set_together_are_one_setting(tmp_path):
+    alone = {"lr": 5e-5, "head_lr": 5e-4, "epochs": 6, "max_steps": 400}
+    runs = [figures.read_results(make_run(tmp_path, 0, tag, **{**alone, **settings})) for tag, settings in
+            (("", {}), ("lr3", {"lr": 1.5e-4, "head_lr": 1.5e-3}), ("long", {"epochs": 20, "max_steps": 1000}))]
+    for key, tag in (("lr", "lr3"), ("epochs", "long")):
+        (_, by_value), = figures.varied(runs, key)
+        assert [[run["tag"] for run in group] for group in by_value.values()] == [[""], [tag]]
 
 
 def test_compared_methods_have_settings_of_their_own(tmp_path):
