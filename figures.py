@@ -750,11 +750,17 @@ def put_tables(tables, paths):
         print(tables)
     if missing := [path for path in paths if not Path(path).is_file()]:
         raise UserError(f"{missing[0]} is no document whose tables could be replaced")
+    heads = {table.splitlines()[0]: table for table in tables.split("\n\n")}
+    placed = set()
     for path in paths:
         text = Path(path).read_text(encoding="utf-8")
-        for table in tables.split("\n\n"):
-            text = re.sub(rf"^{re.escape(table.splitlines()[0])}(\n\|.*)*$", lambda _, table=table: table, text, flags=re.M)
+        for head, table in heads.items():
+            text, found = re.subn(rf"^{re.escape(head)}(\n\|.*)*$", lambda _, table=table: table, text, flags=re.M)
+            placed |= {head} if found else set()
         write_atomic(path, text)
+    if paths and (homeless := [head for head in heads if head not in placed]):
+        print("not put anywhere, for want of a table with this header (after a change of columns, give it to the old one):",
+              *homeless, sep="\n")
 
 
 def main(words):
@@ -772,6 +778,8 @@ def main(words):
         for path in paths:
             write_atomic(Path("results") / f"{Path(path).name}.json", json.dumps(read_benchmark(path), indent=1) + "\n")
     elif command == "table":
+        if not read_kept("results", ratios=None):
+            raise UserError("no runs in results/ to make tables of: start in the repository's folder, or keep a run first")
         put_tables("\n\n".join(filter(None, (build() for build in TABLES))), paths)
     else:
         draw(words)

@@ -158,9 +158,16 @@ def test_tables_are_put_where_older_ones_stand(tmp_path):
     old = re.sub(r"^\| CLINC150-LT \|.*\n", "", now, flags=re.M)
     (tmp_path / "old.md").write_text(old, encoding="utf-8")
     assert old != now
-    script("figures.py", "table", tmp_path / "old.md")
+    said = script("figures.py", "table", tmp_path / "old.md").stdout
     assert (tmp_path / "old.md").read_text(encoding="utf-8") == now
+    heads = {line for line in said.splitlines() if line.startswith("|")}
+    assert heads and not heads & set(now.splitlines())
+    assert heads <= {line for path in DOCUMENTS[1:] for line in path.read_text(encoding="utf-8").splitlines()}
+    rest = [shutil.copy(path, tmp_path / f"{place}.md") for place, path in enumerate(DOCUMENTS[1:])]
+    assert not script("figures.py", "table", tmp_path / "old.md", *rest).stdout
     one_line_error(script("figures.py", "table", tmp_path / "new.md", ok=False), "no document")
+    one_line_error(script("figures.py", "table", "old.md", cwd=tmp_path, ok=False), "no runs in results/")
+    assert (tmp_path / "old.md").read_text(encoding="utf-8") == now
 
 
 def test_documents_name_flags_and_places_that_exist():
