@@ -66,6 +66,7 @@ def relaxed_ot(log_p, lambda1=0.05, lambda2=2.0, *, row=None, prior=None, penalt
     alpha, prior, start, spread = _survey(log_p, alpha, prior, penalty, lambda1, chunk_rows, reduce)
     if penalty == "kl":  # a far column rests where -g / lambda2 = (g - gap) / lambda1, one with a share within a few lambda2
         start, spread = start * lambda2 / (lambda1 + lambda2), min(spread, 5 * lambda2)
+    spread = min(spread, 1e6 * lambda1)  # beyond, a score is as good as -inf, and from a higher rung digits would be lost
     rungs = max(0, math.ceil(math.log(spread / 50 / lambda1, 4))) if init is None and spread > 0 else 0
     g = start if init is None else g
     problem = _SemiDual(log_p, alpha, prior, lambda1, lambda2, penalty, chunk_rows, reduce)
@@ -168,6 +169,8 @@ def _survey(log_p, alpha, prior, penalty, lambda1, chunk_rows, reduce):
                              f"{int(empty.int().argmax())} a positive share")
         prior = prior.masked_fill(empty, 0)  # KL(beta || prior) is finite at beta_j = 0: the column stays empty
     start = torch.where((near == 0) & ~empty, total_gap / usable.clamp_min(1), 0.0)
+    if not start.isfinite().all():
+        raise ValueError("log_p lies too far apart for float64: pass -inf for what is forbidden")
     return alpha / weight, prior / prior.sum(), start, float(total_gap.sum() / usable.sum())
 
 

@@ -151,6 +151,20 @@ def test_survives(change, penalty):
         assert sweeps.converged and torch.allclose(sweeps.plan, r.plan, atol=1e-6)
 
 
+@pytest.mark.parametrize("penalty", PENALTIES)
+@pytest.mark.parametrize("far", [-1e6, -1e9, -1e20, torch.finfo(torch.float32).min, torch.finfo(torch.float64).min])
+def test_a_lowest_number_in_place_of_minus_infinity_gives_the_same(far, penalty):
+    log_p = scores(1000, 10, seed=3)
+    for forbidden in (torch.arange(10_000).view(1000, 10) == 53, log_p > -1.5):
+        for dtype in (torch.float32, torch.float64)[far < torch.finfo(torch.float32).min:]:
+            exact = relaxed_ot(log_p.to(dtype).masked_fill(forbidden, -math.inf), penalty=penalty)
+            r = relaxed_ot(log_p.to(dtype).masked_fill(forbidden, far), penalty=penalty)
+            assert r.converged and (r.beta - exact.beta).abs().sum() < 1e-5
+    if far < torch.finfo(torch.float32).min:
+        with pytest.raises(ValueError, match="-inf"):
+            relaxed_ot(log_p.index_fill(1, torch.tensor([3]), far), penalty=penalty)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_low_precision_input_is_solved_in_high_precision(dtype):
     log_p = scores(400, 10, dtype=dtype)
