@@ -23,8 +23,9 @@ def select_clean(label, confidence, beta, rho=0.7, tau_g=0.9, use_dr=True, use_q
 
     label: int64 (N,) pseudo-labels. confidence: (N,) the classifier's probability of that label, so -log of it is the
     small loss that DR sorts by. beta: (K,) class distribution, r_j of the paper. labelled: bool (N,) rows whose label is
-    true, always clean. DR keeps, in class j, the min(|s_j|, ceil(N rho beta_j)) rows of largest confidence (ties: first
-    row); QR keeps the rows with confidence > tau_g. Without both, every row is clean (the paper's "w/o DR and QR").
+    true, always clean. DR keeps, in class j, the min(|s_j|, ceil(N rho beta_j)) rows of largest confidence (labelled ones
+    before all, ties: first row); QR keeps the rows with confidence > tau_g. Without both, every row is clean (the paper's
+    "w/o DR and QR").
     Raises ValueError for other shapes, labels outside of 0..K-1, NaN and negative numbers.
     """
     N = len(label)
@@ -42,7 +43,8 @@ def select_clean(label, confidence, beta, rho=0.7, tau_g=0.9, use_dr=True, use_q
     if use_dr:
         quota = torch.ceil(N * rho * beta.double() - 1e-6)  # 1e-6: float32 0.3 * 10 is 3, not 3.0000001
         quota = quota.clamp_max(N).long().to(label.device)  # above 2**63 it would wrap; not every device has float64
-        order = torch.argsort(confidence, descending=True, stable=True)
+        first = confidence if labelled is None else confidence.masked_fill(labelled, float("inf"))  # others may tie at 1
+        order = torch.argsort(first, descending=True, stable=True)
         order = order[torch.argsort(label[order], stable=True)]  # class by class, most confident first
         size = torch.bincount(label, minlength=len(beta))
         rank = torch.arange(N, device=label.device) - (size.cumsum(0) - size)[label[order]]

@@ -106,7 +106,9 @@ def test_select_clean_worked_by_hand():
     assert select_clean(label, confidence, beta, 0.4, 0.55).tolist() == [0, 1, 0, 1, 1, 1, 1]  # the union
     assert select_clean(label, confidence, beta, use_dr=False, use_qr=False).all()
     shown = torch.tensor([0, 0, 1, 0, 0, 0, 0], dtype=torch.bool)
-    assert select_clean(label, confidence, beta, 0.4, 0.9, use_qr=False, labelled=shown).tolist() == [0, 1, 1, 1, 1, 1, 0]
+    assert select_clean(label, confidence, beta, 0.4, 0.9, use_qr=False, labelled=shown).tolist() == [0, 1, 1, 0, 1, 1, 0]
+    same = torch.tensor([0, 0, 0, 0]), torch.tensor([1, 1, 0.5, 1]), torch.tensor([0.5, 0.5]), 1.0
+    assert select_clean(*same, use_qr=False, labelled=torch.tensor([0, 0, 0, 1]) > 0).tolist() == [1, 0, 0, 1]
 
 
 @pytest.mark.parametrize("word,changed", [
