@@ -428,8 +428,9 @@ def records(file, path):
     kind, number, above, said = Path(path).suffix.lower(), 0, 0, None
     try:
         first = file.readline()
-        while kind in TABLES and first and (odd := re.fullmatch(r'\s*|"?sep=(.)"?\s*', first)):
-            first, above, said = file.readline(), above + 1, odd[1] or said  # sep=; is how Excel says what delimits
+        # A spreadsheet's empty row is delimiters alone; sep=; is how Excel says what delimits.
+        while kind in TABLES and first and (odd := re.fullmatch(r'(?:""|[\s,;|])*|"?sep=(.)"?\s*', first)):
+            first, above, said = file.readline(), above + 1, odd[1] or said
         if kind in (".csv", ".tsv"):
             yield from delimited(file, path, first, above, said)
             return
@@ -471,8 +472,7 @@ def delimited(file, path, first, above, said):
                         skipinitialspace=f"{delimiter} " in bare)  # which would hide a quote behind it
     try:
         columns = [clean(name).strip() for name in next(reader, [])]
-        if columns.count("") > 1:  # a spreadsheet saves empty columns too
-            columns = [name or f"column {n}" for n, name in enumerate(columns, 1)]
+        columns = [name or f"column {n}" for n, name in enumerate(columns, 1)]  # a spreadsheet saves empty columns too
         twice = next((name for name in columns if columns.count(name) > 1), None)
         if twice is not None:
             raise UserError(f"{path} has several columns called {twice!r}: give each a name of its own")
@@ -487,7 +487,9 @@ def delimited(file, path, first, above, said):
             full = full or len(row) == len(columns)
             if not full or len(row) > len(columns):
                 other = not said and set(DELIMITERS) & set(bare) - {delimiter}
-                way_out = ("a text that holds the delimiter or a quote must stand in quotes" if len(row) > len(columns) else
+                way_out = ("where every row ends in the delimiter, the header must too; otherwise a text that holds it must "
+                           "stand in quotes" if len(row) > len(columns) and not row[-1].strip() else
+                           "a text that holds the delimiter or a quote must stand in quotes" if len(row) > len(columns) else
                            "if another character divides the names, put a line such as sep=; above them" if other else
                            f"put a name that holds {delimiter!r} in quotes, or a row with all cells first")
                 raise UserError(f"{path}, line {line}: {len(row)} cell(s), the header has {len(columns)}: {way_out}")
@@ -544,7 +546,7 @@ def read_table(path, text_column, label_column):
     columns = list(dict.fromkeys(key for row in rows for key in row))  # a JSON object may leave a key out
     if text_column and text_column == label_column:
         raise UserError(f"--text_column and --label_column are both {text_column}: name two columns")
-    no_text = label_column if label_column != "none" and len(columns) > 1 else None
+    no_text = label_column if label_column not in ("", "none") and len(columns) > 1 else None
     text_column = pick_text_column(path, rows[:1000], [c for c in columns if c != no_text], text_column)
     others = [c for c in columns if c != text_column]
     label_column = None if label_column == "none" else pick_column(path, others, "label_column", label_column, LABEL_NAMES,

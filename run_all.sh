@@ -24,7 +24,7 @@ usage() {
 }
 if [ $# -lt 1 ]; then usage; fi
 dataset=$1 gamma=10 own=
-case "${dataset,,}" in *.csv | *.tsv | *.jsonl | *.json) own=yes dataset=$(realpath -m "$dataset") ;; esac
+case "${dataset,,}" in *.csv | *.tsv | *.jsonl | *.json) own=yes dataset=$(realpath -ms "$dataset") ;; esac
 shift
 if [ -z "$own" ]; then
     if [ $# -lt 1 ] || [ "${1:0:2}" = "--" ]; then usage; fi

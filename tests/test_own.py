@@ -86,6 +86,9 @@ def test_what_spreadsheets_put_around_a_table(tmp_path, capsys):
                           ("gaps.csv", "text,label\n" + "\n\n".join(f'"{row["text"]}",a' for row in rows) + "\n\n"),
                           ("inches.csv", 'text,label,size 5"\n' + "".join(f'"{row["text"]}",a,1\n' for row in rows)),
                           ("break.csv", '"the\ntext",label\n' + "".join(f'"{row["text"]}",a\n' for row in rows)),
+                          ("row.csv", ',,\nid,text,label\n' + "".join(f'1,"{row["text"]}",a\n' for row in rows)),
+                          ("quoted_row.csv", '"";""\r\ntext;label\r\n' + "".join(f'{row["text"]};a\r\n' for row in rows)),
+                          ("unnamed.csv", ",label\n" + "".join(f'"{row["text"]}",a\n' for row in rows)),
                           ("late.json", "\n\n" + json.dumps(rows, indent=1))):
         (tmp_path / name).write_text(content)
         assert read_table(tmp_path / name, "", "")[:2] == ([row["text"] for row in rows], ["a"] * len(rows)), name
@@ -155,6 +158,7 @@ def test_bad_tables_end_in_one_line(tmp_path):
     check("column.csv", "text,label\n" + rows, "--text_column body", "text, label", flags=("--text_column", "body"))
     check("quote.csv", 'text,label\n' + rows + '\n"shut\nit",a\n"open the door,a\n' + rows, "begins in line 16:", "quot")
     check("cells.csv", "text,label\n" + rows + "\nopen, or not,a\n", "line 14", "3 cell(s)")
+    check("behind.csv", "text,label\n" + "\n".join(f"{text},a," for text in TEXTS), "line 2", "3 cell(s)", "header must too")
     check("break.csv", '"the\ntext",label\n' + rows + "\nopen, or not,a\n", "line 15", "3 cell(s)")
     check("open.csv", '"text,label\n' + "a sentence,a\n" * 20_000, "begins in line 1:", "quot")
     check("first.csv", "text,label\nhello there\n" + rows, "line 2", "1 cell(s)", "all cells first")

@@ -87,6 +87,10 @@ def test_flags_reach_the_stages_they_are_for(tmp_path):
             f"predict.py out/run0{naming[0]}", "figures.py out/run0", f"predict.py out/run1{naming[1]}", "figures.py out/run1"]
         assert ("out/run0/clusters.csv is there already" in done.stdout) == (not naming[0])
         (own / "out/run0/clusters.csv").touch()
+    (own / "a.csv").symlink_to(own / "blob")  # the run takes the name that was given
+    done = subprocess.run(["bash", own / "run_all.sh", own / "a.csv"], text=True, check=True, capture_output=True,
+                          env={**os.environ, "PATH": f"{own}:{os.environ['PATH']}"})
+    assert f"--dataset {own}/a.csv" in done.stdout and "blob" not in done.stdout
     for words, why in ((["a.csv", "--name_command"], "needs"), (["a.csv", "--name_command="], "needs"),
                        (["a.csv", "--name_command", "--tag", "x"], "needs"), (["demo", "10", *ask.split()], "is for a table")):
         done = subprocess.run(["bash", own / "run_all.sh", *words], text=True, capture_output=True)
