@@ -260,12 +260,11 @@ def overview(folder, scores):
     groups, rows = compared(folder), []
     titles = list(dict.fromkeys(title for *_, by_method in groups for title in by_method))
     for key, seeds, by_method in groups:
-        found = {title: ["-" if np.isnan(x) else f"{x:.1f}" for x in scores([runs[seed] for seed in seeds])]
-                 for title, runs in by_method.items()}
-        best = [max(column, key=float) if "-" not in column else None for column in zip(*found.values())]
+        found = {title: scores([runs[seed] for seed in seeds]) for title, runs in by_method.items()}
+        best = [np.max(column) for column in zip(*found.values())]  # unrounded; NaN, and so none, where a method has none
         rows.append([CORPORA[key[0]][0], f"{key[1]:g}", " ".join(map(str, seeds))])
-        rows[-1] += [" / ".join(f"**{x}**" if x == top else x for x, top in zip(found.get(title, "-"), best))
-                     for title in titles]
+        rows[-1] += [" / ".join("-" if np.isnan(x) else f"**{x:.1f}**" if x == top else f"{x:.1f}"
+                                for x, top in zip(found.get(title, [np.nan]), best)) for title in titles]
     return rows, titles
 
 
