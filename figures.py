@@ -496,7 +496,8 @@ def class_sizes(run):
     for rows, name, colour, face in ((order < num_known, "known", COLOURS[0], COLOURS[0]),
                                      (order >= num_known, "new", COLOURS[1], "none")):
         axis.scatter(1 + np.flatnonzero(rows), counts[order][rows], 30, facecolors=face, edgecolors=colour, label=name)
-    axis.set(yscale="log", ylabel="training rows (log scale)", xlabel=f"{'clusters' if run.get('own') else 'classes'}, by size")
+    unit, of = ("different texts", "clusters") if run.get("own") else ("training rows", "classes")
+    axis.set(yscale="log", ylabel=f"{unit} (log scale)", xlabel=f"{of}, by size")
     axis.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
     axis.yaxis.set_major_formatter("{x:g}")
     axis.yaxis.set_minor_formatter("")
@@ -672,6 +673,9 @@ def report(run, pictures):
     with open_table(folder / "clusters.csv") as f:  # as somebody's spreadsheet may have left it
         clusters = [{key: value[:300] for key, value in line.items()} for line in records(f, folder / "clusters.csv")
                     if any(line.values())]  # a spreadsheet may leave an empty one
+    if lacking := {"id", "known", "name", "size", "share", "confidence", "keywords"}.difference(*clusters[:1]):
+        raise UserError(f"{folder}/clusters.csv has no column {min(lacking)}: put it back, or remove the file (and the names "
+                        f"you gave) and run python predict.py {folder}")
     train_row, place = np.load(folder / "train_row.npy"), {line["id"]: i for i, line in enumerate(clusters)}
     rows = np.flatnonzero(train_row >= 0)
     chosen, xy = tsne(np.load(folder / "train_feature.npy", mmap_mode="r"), train_row[rows])

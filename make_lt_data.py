@@ -27,6 +27,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -624,9 +625,11 @@ def own_data(args):
     if (folder / "meta.json").exists():
         meta = read_run(folder)[3]
         sha = file_sha256(path) if path.is_file() else meta["raw_sha256"]["table"]
-        if meta["raw_sha256"]["table"] != sha or meta["asked"] != asked:
-            raise UserError(f"{folder} was made from another {path.name} or with other flags: remove {folder} and the folder "
-                            f"{folder.name} in out/, or rename the file")
+        anew = f"remove {folder} and the folder {folder.name} in out/, or rename the file"
+        if meta["raw_sha256"]["table"] != sha:
+            raise UserError(f"{folder} was made from another {path.name}: {anew}")
+        if other := [f"--{key} {shlex.quote(str(was))}" for key, was in meta["asked"].items() if was != asked[key]]:
+            raise UserError(f"{folder} was made with other flags: give them again ({' '.join(other)}), or {anew}")
         print(f"{folder} is there already, {'made from the same file' if path.is_file() else f'but {path} is not'}: skipped")
         return
     texts, labels, text_column, label_column = read_table(path, args.text_column, args.label_column)

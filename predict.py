@@ -19,6 +19,7 @@ new texts follow the cluster head alone, and so may differ.
 Names come from class-based TF-IDF: words that are frequent in a cluster and rare outside it. Confidence is the cluster head's
 probability in percent, 100 for a row that has a label.
 """
+import codecs
 import contextlib
 import csv
 import io
@@ -135,7 +136,7 @@ def propose_names(words, known):
 
 
 def ask_for_name(command, words, examples, proposed):
-    """The first line the user's program prints when it reads a cluster's keywords and typical texts, else `proposed`."""
+    """The first line the user's program prints when it reads a cluster's keywords and typical texts, `proposed` if it fails."""
     asked = [f"keywords: {', '.join(words)}", *(" ".join(text.split()) for text in examples)]
     said = subprocess.run(command, shell=True, capture_output=True, input="\n".join(asked) + "\n", encoding="utf-8",
                           errors="replace")
@@ -144,8 +145,7 @@ def ask_for_name(command, words, examples, proposed):
     if said.returncode in (126, 127):
         raise UserError(f"--name_command {command!r} cannot be run: {said.stderr.strip()[:200]}")
     if said.returncode or not line:
-        print(f"--name_command failed for cluster {proposed!r} (exit code {said.returncode}): its proposed name stays",
-              file=sys.stderr)
+        print(f"--name_command failed for cluster {proposed!r} (exit code {said.returncode}): that name stays", file=sys.stderr)
         return proposed
     return line[:100]
 
@@ -198,7 +198,26 @@ def csv_bytes(header, rows):
     out = csv.writer(text, lineterminator="\n")
     out.writerow(header)
     out.writerows(rows)
-    return text.getvalue().encode()
+    text = text.getvalue()
+    return text.encode("ascii" if text.isascii() else "utf-8-sig")  # by the mark a spreadsheet knows that it is UTF-8
+
+
+def set_aside(path, labels):
+    """Rename an assignments.csv whose column label somebody has changed. labels: what stood there, of all rows of the table."""
+    try:
+        with open_table(path) as file:
+            lines = [(labels[int(line["row"]) - 1], " ".join(line["label"].split()), line["name"])
+                     for line in records(file, path)]
+        if all(now in (label, name) if label else not now for label, now, name in lines):  # name: a known one may be edited
+            return
+    except FileNotFoundError:
+        return
+    except (UserError, KeyError, ValueError, IndexError):
+        pass  # whatever a spreadsheet has made of it is not ours to write over
+    numbered = (path.with_name(f"assignments_edited{n or ''}.csv") for n in itertools.count())
+    aside = next(candidate for candidate in numbered if not candidate.exists())
+    os.replace(path, aside)
+    print(f"{path} was edited: it is {aside.name} now. Its labels are learned from when you give that file to run_all.sh")
 
 
 def describe(args):
@@ -226,6 +245,7 @@ def describe(args):
     kept = {k: name for k, name in found.items() if k < num_known or not anew}
     titles = [kept.get(k, title) for k, title in enumerate(titles)]
     if args.name_command:
+        titles = [found.get(k, title) for k, title in enumerate(titles)]
         asked = [ask_for_name(args.name_command, words[k], typical[k][:SHOWN], titles[k]) if typical[k] else titles[k]
                  for k in tqdm(range(num_known, K), desc="naming", disable=not sys.stderr.isatty())]
         titles[num_known:] = distinct(asked, titles[:num_known])
@@ -240,8 +260,9 @@ def describe(args):
     header = ["id", "known", "name", "size", "share", "confidence", "keywords", *(f"example_{n + 1}" for n in range(EXAMPLES))]
     if anew:
         write_atomic(run / "clusters.csv", csv_bytes(header, lines))
+    set_aside(run / "assignments.csv", [names[given[i]] if i >= 0 and given[i] >= 0 else "" for i in row])
     write_atomic(run / "assignments.csv", csv_bytes(("row", "text", "label", "cluster", "name", "confidence"), (
-        [n + 1, texts[i], names[given[i]] if given[i] >= 0 else "", cluster[i], titles[cluster[i]],
+        [n + 1, texts[i], titles[given[i]] if given[i] >= 0 else "", cluster[i], titles[cluster[i]],
          f"{100 * confidence[i]:.1f}"] if i >= 0 else [n + 1, "", "", "", "", ""] for n, i in enumerate(row.tolist()))))
     write_atomic(run / "train_row.npy", lambda f: np.save(f, row))
     new = [line for line in lines if line[1] == "no"]
@@ -347,7 +368,9 @@ def label_file(args):
         else:
             if part != output:
                 stack.callback(part.unlink, missing_ok=True)
-            out = stack.enter_context(open(part, "w", encoding="utf-8", newline=""))
+            with open(os.devnull if stdin else args.input, "rb") as given:  # with a spreadsheet's mark if that has one
+                code = "utf-8-sig" if given.read(3) == codecs.BOM_UTF8 else "utf-8"
+            out = stack.enter_context(open(part, "w", encoding=code, newline=""))
         bar = stack.enter_context(tqdm(total=None if stdin else os.path.getsize(args.input), unit="B", unit_scale=True,
                                        desc="labelling", disable=not sys.stderr.isatty()))
         added = []

@@ -142,8 +142,8 @@ def same_config(found, config, path, restart):
     if isinstance(found.get(key), dict) and isinstance(config[key], dict):  # the settings of the pre-training it starts from
         found, config, of = found[key], config[key], f"{key}'s "
         key = next(k for k in {**found, **config} if found.get(k) != config.get(k))
-    raise UserError(f"{path} was made with other settings ({of}{key} {found.get(key)}, now {config.get(key)}): pass --restart "
-                    "to replace it, or another --out_dir (train_imbanid.py: --tag) to keep both")
+    raise UserError(f"{path} was made with other settings ({of}{key} {found.get(key)!r}, now {config.get(key)!r}): pass "
+                    "--restart to replace it, or another --out_dir (train_imbanid.py: --tag) to keep both")
 
 
 def seed_epoch(seed, epoch, rank=0):

@@ -454,7 +454,7 @@ def find_checkpoint(out, config, restart, rank, world, device):
     if rank == 0 and found:
         print(f"resuming {out}/last.pt after epoch {epoch}")
     elif rank == 0:
-        for name in ("results.json", "clusters.csv", "assignments.csv", "train_row.npy", "report.html"):
+        for name in ("results.json", "clusters.csv", "train_row.npy", "report.html"):  # assignments.csv may hold work of a user
             (out / name).unlink(missing_ok=True)
     return found
 

@@ -1,4 +1,5 @@
 """A table of one's own: reading it, names, report, and labels for new texts."""
+import codecs
 import csv
 import io
 import json
@@ -30,7 +31,7 @@ def table(path, rows, header=("text", "label"), delimiter=","):
 
 
 def read(path):
-    with open(path, encoding="utf-8", newline="") as f:
+    with open(path, encoding="utf-8-sig", newline="") as f:
         return list(csv.DictReader(f))
 
 
@@ -207,7 +208,9 @@ def test_names_of_runs_and_changed_tables(tmp_path):
     flags = ("--dataset", path, "--data_dir", tmp_path / "data")
     script("make_lt_data.py", *flags)
     assert "skipped" in script("make_lt_data.py", *flags).stdout
-    one_line_error(script("make_lt_data.py", *flags, "--dev_ratio", 0.5, ok=False), "other flags", "remove")
+    one_line_error(script("make_lt_data.py", *flags, "--dev_ratio", 0.5, ok=False), "flags: give them again (--dev_ratio 0.2)",
+                   "remove")
+    one_line_error(script("make_lt_data.py", *flags, "--text_column", "text", ok=False), "again (--text_column ''), or")
     table(path, [(text + "!", "a") for text in TEXTS])
     one_line_error(script("make_lt_data.py", *flags, ok=False), "another t.csv", "remove")
     path.unlink()
@@ -369,6 +372,10 @@ def test_new_tables_at_the_edge(own_run, tmp_path):
     link.symlink_to(target)
     script("predict.py", run, tmp_path / "cr.csv", "-o", link)
     assert [line["note"] for line in read(target)] == ["one\ntwo"] and link.is_symlink()
+    for mark in (codecs.BOM_UTF8, b""):  # what a spreadsheet knows UTF-8 by is there as it was in the input
+        (tmp_path / "mark.csv").write_bytes(mark + "text\nöffne die Tür\n".encode())
+        script("predict.py", run, tmp_path / "mark.csv", "-o", tmp_path / "mark.csv")
+        assert (tmp_path / "mark.csv").read_bytes().startswith(mark + b"text,cluster")
     rows = [{"text": "open the door"}] * 1500 + [{"text": "close it", "ticket": "T-1"}]
     (tmp_path / "late.jsonl").write_text("\n".join(map(json.dumps, rows)))
     script("predict.py", run, tmp_path / "late.jsonl", "-o", tmp_path / "late.csv")
@@ -398,7 +405,8 @@ def test_the_users_own_naming_program(own_run, tmp_path):
     assert "edited by hand" in {line["name"] for line in read(run / "clusters.csv") if line["known"] == "yes"}
     assert ask_for_name(r"printf '\n\033[31mred\000 \tname\033[0m\n'", [], [], "") == "red name"
     done = script("predict.py", run, "--data_dir", folder / "data", "--name_command", "false")
-    assert "failed for cluster" in done.stderr and "same" not in {line["name"] for line in read(run / "clusters.csv")}
+    assert "failed for cluster 'same'" in done.stderr
+    assert [line["name"] for line in read(run / "clusters.csv") if line["known"] == "no"] == named
     kept = (run / "clusters.csv").read_bytes()
     one_line_error(script("predict.py", run, "--data_dir", folder / "data", "--name_command", "no_such_program_here", ok=False),
                    "no_such_program_here", "cannot be run")
@@ -439,9 +447,48 @@ def test_names_that_were_edited_are_kept_and_a_line_that_is_gone_gets_no_text(ow
         (run / "assignments.csv").unlink()
         script("predict.py", run, "--data_dir", folder / "data")
     assert points[0] != points[1] and sorted(points[0]) == sorted(points[1])
+    (run / "clusters.csv").write_text("id,name\n0,a\n")
+    line, = [line for line in script("figures.py", run).stdout.splitlines() if "report.html" in line]
+    assert "left out, an older one stays: " in line and "clusters.csv has no column confidence" in line
+    (run / "clusters.csv").unlink()
+    script("predict.py", run, "--data_dir", folder / "data")
     (run / "assignments.csv").write_bytes("row;text;label;cluster;name;confidence\n1;größe;;0;a;9\n".encode("latin-1"))
     line, = [line for line in script("figures.py", run).stdout.splitlines() if "report.html" in line]
     assert "left out, an older one stays" in line and "assignments.csv: not valid UTF-8" in line and len(line) < 400
+
+
+def test_labels_that_were_filled_in_are_never_written_over(own_run, tmp_path):
+    folder, _, rows, _ = own_run
+    run = shutil.copytree(own_run[1], tmp_path / "my_table_s0")
+    assert (run / "assignments.csv").read_bytes().startswith(codecs.BOM_UTF8)  # there is a smiley in it
+    known = next(line for line in read(run / "clusters.csv") if line["known"] == "yes")
+    text = (run / "clusters.csv").read_text(encoding="utf-8-sig")
+    (run / "clusters.csv").write_text(text.replace(f",yes,{known['name']}", ",yes,NEW NAME"))
+
+    def fill(change):
+        lines = read(run / "assignments.csv")
+        change(lines)
+        with open(run / "assignments.csv", "w", newline="", encoding="utf-8") as f:
+            out = csv.DictWriter(f, lines[0], delimiter=";")
+            out.writeheader()
+            out.writerows(lines)
+        edited = (run / "assignments.csv").read_bytes()
+        return edited, script("predict.py", run, "--data_dir", folder / "data").stdout
+
+    _, said = fill(lambda lines: lines.reverse())  # sorted, but with no other labels
+    assert "was edited" not in said and not [*run.glob("assignments_edited*")]
+    labels = [line["label"] for line in read(run / "assignments.csv")]  # of the new name, for a second round
+    assert "NEW NAME" in labels and known["name"] not in labels
+    assert [label != "" for label in labels[:len(rows) - 3]] == [label != "" for _, label, _ in rows[:-3]]
+    empty, full = labels.index(""), labels.index("NEW NAME")
+    changes = (lambda lines: lines[empty].update(label=lines[empty]["name"]), lambda lines: lines[full].update(label=""),
+               lambda lines: lines[full].update(label="another"), lambda lines: [line.pop("label") for line in lines])
+    for n, change in enumerate(changes):
+        edited, said = fill(change)
+        aside = run / f"assignments_edited{n or ''}.csv"
+        assert aside.read_bytes() == edited and f"was edited: it is {aside.name} now" in said
+        assert [line["label"] for line in read(run / "assignments.csv")] == labels
+    assert "was edited" not in script("predict.py", run, "--data_dir", folder / "data").stdout
 
 
 def test_bad_calls_of_predict(own_run, tmp_path, tiny_run):
