@@ -166,6 +166,11 @@ def kmeans_result(z, centre, N, rank):
     return RotResult(plan, sum_over_ranks(plan.sum(0)), torch.zeros(K), int(sum_over_ranks(steps)), 0.0, True)
 
 
+def lambda2_of(args):
+    """--lambda2, by default the paper's (Appendix F): 2 on long-tailed data, 7 at gamma 1."""
+    return args.lambda2 or (2.0 if args.gamma > 1 else 7.0)
+
+
 def transport_plan(log_p, args, lambda2, potential, marginal):
     """Sec. 3.4 on this process's rows of log_p (n, K); marginal: MOT's beta. Returns a RotResult and the next marginal."""
     penalty = {"rot": "reverse_kl", "eot": "kl", "cot": "equality", "mot": "equality"}[args.pseudo_label]
@@ -472,7 +477,7 @@ def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, s
                                    {"params": [head], "lr": args.head_lr}], weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: 0.5 + 0.5 * math.cos(math.pi * step / (steps * epochs)))
-    lambda2 = args.lambda2 or (2.0 if args.gamma > 1 else 7.0)
+    lambda2 = lambda2_of(args)
     start, epoch, log, view = time.time(), 0, [], None
     potential, marginal = None, torch.full((K,), 1 / K, dtype=torch.float64, device=encoder.device)
     if found:

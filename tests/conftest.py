@@ -18,6 +18,9 @@ import pytest
 from forked import REPO, run_forked
 
 sys.path.insert(0, str(REPO))
+for name in ("SEED", "SEEDS", "NPROC", "KNOWN_RATIO", "ENCODER"):  # of run_all.sh, as somebody's shell may have them
+    os.environ.pop(name, None)
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # several processes on one GPU are refused; what a GPU asks of the code is pretended
 os.environ["OMP_NUM_THREADS"] = "1"  # two tests run side by side, and one that is slowed down then waits for no other thread
 PATIENCE = 1500  # seconds until what does not end is killed; a machine that others use too can be ten times as slow as itself
 FORKS = multiprocessing.get_context("forkserver")

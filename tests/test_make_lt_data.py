@@ -163,7 +163,7 @@ def test_crlf_is_accepted(tmp_path, tiny_raw):
     (["--dataset", "clinc", "--mirror", "http://127.0.0.1:port"], ["download", "--raw_dir"])])
 def test_bad_flags(tmp_path, flags, words):
     one_line_error(script("make_lt_data.py", "--data_dir", tmp_path, *flags, ok=False, cwd=tmp_path), *words)
-    assert not list(tmp_path.glob("*/*.part"))
+    assert not list(tmp_path.rglob("*.part"))
 
 
 @pytest.fixture

@@ -394,6 +394,15 @@ def test_the_users_own_naming_program(own_run, tmp_path):
     script("predict.py", run, "--data_dir", folder / "data", "--name_command", "head -1 | cut -c11-40")
     new = [line for line in read(run / "clusters.csv") if line["known"] == "no"]
     assert new[0]["name"].startswith(new[0]["keywords"].split(",")[0][:20])
+    script("predict.py", run, "--data_dir", folder / "data", "--name_command", "sed -n '2p'")
+    new = [line for line in read(run / "clusters.csv") if line["known"] == "no"]
+    assert new[0]["name"] == " ".join(new[0]["example_1"].split())[:100]
+    script("predict.py", run, "--data_dir", folder / "data", "--name_command", "awk 'END { print NR - 1 }'")
+    new = [line for line in read(run / "clusters.csv") if line["known"] == "no"]
+    for line in new:  # two with as many have a number behind it
+        texts = {row["text"] for row in read(run / "assignments.csv") if row["cluster"] == line["id"]}
+        assert line["name"].split()[0] == str(min(20, len(texts)))
+    assert max(int(line["name"].split()[0]) for line in new) > 1
     script("predict.py", run, "--data_dir", folder / "data", "--name_command", "echo same")
     named = [line["name"] for line in read(run / "clusters.csv") if line["known"] == "no"]
     assert len(named) > 1 and sorted(named) == ["same", *(f"same {n}" for n in range(2, len(named) + 1))]

@@ -15,12 +15,12 @@ import train_imbanid
 from figures import TABLES
 
 
-def run_all(*words, **env):
-    return subprocess.run(["bash", "run_all.sh", *words], cwd=REPO, capture_output=True, text=True, timeout=PATIENCE, env={
+def run_all(*words, cwd=REPO, **env):
+    return subprocess.run(["bash", "run_all.sh", *words], cwd=cwd, capture_output=True, text=True, timeout=PATIENCE, env={
         **os.environ, "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}", **env})
 
 
-def test_usage_and_bad_input():
+def test_usage_and_bad_input(tmp_path):
     for words in ((), ("demo",), ("demo", "--omega", "1")):
         done = run_all(*words)
         assert done.returncode == 2 and "usage" in done.stderr and "Traceback" not in done.stderr
@@ -34,10 +34,12 @@ def test_usage_and_bad_input():
     assert done.returncode == 0 and "--omega" in done.stderr and not done.stdout  # and that was all
     done = run_all("demo", "10", "--num_classes", "many")
     assert done.returncode == 2 and "--num_classes many" in done.stderr and not done.stdout
-    shutil.rmtree(REPO / "out/demo_g7_s7", ignore_errors=True)
-    done = run_all("demo", "7", "--num_classes", "5000", SEED="7")
-    assert done.returncode == 2 and "--num_classes 5000" in done.stderr and not (REPO / "out/demo_g7_s7").exists()
-    shutil.rmtree(REPO / "data/demo_g7_s7")
+    for path in [*REPO.glob("*.py"), REPO / "run_all.sh"]:  # elsewhere, since data are made before this can be known
+        shutil.copy(path, tmp_path)
+    shutil.copytree(REPO / "data/raw/demo", tmp_path / "data/raw/demo")
+    done = run_all("demo", "7", "--num_classes", "5000", SEED="7", cwd=tmp_path)
+    assert done.returncode == 2 and "--num_classes 5000" in done.stderr and not (tmp_path / "out").exists()
+    assert (tmp_path / "data/demo_g7_s7/meta.json").exists()
     done = run_all("demo", "10", "--method", "clnn", "--omega", "0.3")
     assert done.returncode == 2 and done.stderr.startswith("clnn.py: unrecognized arguments: --omega")
     for processes in ("abc", "0", "1.5"):
@@ -55,9 +57,9 @@ def test_flags_reach_the_stages_they_are_for(tmp_path):
         (tmp_path / name).chmod(0o755)
     (tmp_path / "model").mkdir()
 
-    def said(*words, encoder="model", **more):
+    def said(*words, encoder="model", task=("demo", "10"), **more):
         env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "ENCODER": encoder, "RAW_DIR": "", **more}
-        done = subprocess.run(["bash", REPO / "run_all.sh", "demo", "10", *words], cwd=tmp_path, env=env, text=True,
+        done = subprocess.run(["bash", REPO / "run_all.sh", *task, *words], cwd=tmp_path, env=env, text=True,
                               capture_output=True)
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines()
@@ -66,6 +68,11 @@ def test_flags_reach_the_stages_they_are_for(tmp_path):
     assert "--device" not in make and pre.endswith(f"--encoder {tmp_path}/model --device cpu --restart")
     assert train.endswith("--device cpu --restart --omega=0.3 --tag x") and mean == "figures.py mean out/run_x"
     assert said("--tag", "")[-1] == said("--tag=")[-1] == "figures.py mean out/run"
+    for task, name in ((("demo", "10"), "minilm"), (("a.csv",), "minilm"), (("clinc", "3"), "bert-base-uncased")):
+        assert said(encoder="", task=task)[1].endswith(f"--encoder {name}")
+    *stages, _ = said(KNOWN_RATIO="0.5", RAW_DIR="corpora")
+    assert len(stages) == 3 and all(" --known_ratio 0.5 " in f"{line} " for line in stages)
+    assert stages[0].endswith(f"--raw_dir {tmp_path}/corpora")
     alone = {f.name for f in fields(pretrain.Args)} - {f.name for f in fields(train_imbanid.Args)} - {"encoder"}
     for flag in alone:
         words = [f"--{flag}"] if flag == "no_mlm" else [f"--{flag}", "7"]

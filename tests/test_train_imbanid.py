@@ -1,4 +1,5 @@
 """The parts of pretrain.py and train_imbanid.py, and the real scripts on a tiny corpus with a tiny encoder."""
+import contextlib
 import functools
 import json
 import math
@@ -219,16 +220,15 @@ def test_every_switch_changes_the_run(tiny_run):
     assert not same
 
 
-def test_hidden_labels_change_no_byte_of_the_model(tiny_run, tmp_path):
+def test_hidden_labels_change_no_byte_of_the_model(tiny_run, tiny_encoder, tmp_path):
     task, folder = tiny_run
     _, first = train(task, "--tag", "seen")
-    truth = folder / "data/demo_g4_s0/train_truth.npy"
-    kept = truth.read_bytes()
-    np.save(truth, np.roll(np.load(truth), 7))
-    try:
-        _, second = train(task, "--tag", "shuffled")
-    finally:
-        truth.write_bytes(kept)
+    data = shutil.copytree(folder / "data", tmp_path / "data") / "demo_g4_s0"
+    for name in ("train_truth", "test_label", "class_counts"):
+        np.save(data / f"{name}.npy", np.roll(np.load(data / f"{name}.npy"), 7))
+    task = (*task[:-3], tmp_path / "data", "--out_dir", tmp_path / "out")
+    script("pretrain.py", *task, "--encoder", tiny_encoder, *TINY_PRETRAIN)
+    _, second = train(task)
     for name in ("pseudo_label.npy", "test_pred.npy", "test_feature.npy", "beta.npy", "confidence.npy"):
         assert (first / name).read_bytes() == (second / name).read_bytes()
 
@@ -415,15 +415,35 @@ def test_a_batch_has_the_same_loss_and_gradient_on_any_number_of_processes(tiny_
     assert done.returncode == 0 and done.stdout.count("same") == P, done.stderr
 
 
-def test_cached_uncached_and_mapped_features_agree(tiny_run):
-    task = tiny_run[0]
-    _, cached = train(task, "--tag", "cached")
-    _, mapped = train(task, "--tag", "mapped", "--cache_gb", 1e-6)
+def test_cached_uncached_and_mapped_features_agree(tiny_run, calm_encoder, tmp_path, monkeypatch):
+    task, calls = tiny_run[0], []
+
+    def counted(owner, name):
+        real = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given, **named: calls.append(name) or real(*given, **named))
+
+    def calls_of(tag, *flags):
+        calls.clear()
+        return train(task, "--tag", tag, *flags)[1], calls.count("from_file"), calls.count("trunk")
+
+    counted(torch, "from_file")
+    counted(Encoder, "trunk")
+    cached, files, passes = calls_of("cached")
+    mapped, mapped_files, mapped_passes = calls_of("mapped", "--cache_gb", 1e-6)
+    assert files == 0 < mapped_files and mapped_passes == passes
     for name in ("test_pred.npy", "pseudo_label.npy", "test_feature.npy"):
         assert (cached / name).read_bytes() == (mapped / name).read_bytes()
     assert not [p for p in mapped.iterdir() if p.suffix not in (".npy", ".json", ".jsonl", ".pt")], "a scratch file stayed"
-    _, uncached = train(task, "--tag", "uncached", "--no_cache")
+    uncached, files, uncached_passes = calls_of("uncached", "--no_cache")
+    assert files == 0 and uncached_passes > 2 * passes
     assert np.allclose(np.load(cached / "test_feature.npy"), np.load(uncached / "test_feature.npy"), atol=1e-3)
+    logs = []
+    for place, flags in (("kept", ()), ("anew", ("--no_cache",))):
+        out = tmp_path / place
+        words = (*task[:-1], out, "--encoder", calm_encoder, *TINY_PRETRAIN, *flags)
+        pretrain.main(parse_args(pretrain.Args, [str(word) for word in words]))
+        logs.append([[*line.values()] for line in torch.load(out / "demo_g4_s0/pretrain.pt", weights_only=True)["log"]])
+    assert np.allclose(*logs, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["pretrain.py", "train_imbanid.py"])
@@ -513,8 +533,12 @@ def started_until(saved, process):
 
 def children(pid):
     """Process ids of the python processes that process pid started."""
-    return [int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit() and
-            (p / "stat").exists() and (p / "stat").read_text().rsplit(")", 1)[1].split()[1] == str(pid)]
+    found = []
+    for p in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # others may end meanwhile
+            if (p / "stat").read_text().rsplit(")", 1)[1].split()[1] == str(pid):
+                found.append(int(p.name))
+    return found
 
 
 @pytest.mark.parametrize("stage", ["train_imbanid.py", "pretrain.py"])
@@ -567,14 +591,34 @@ def test_pretraining_switches(tiny_run, tiny_encoder, tmp_path):
     assert all(a != b for i, a in enumerate(states) for b in states[:i])
 
 
-def test_early_stopping_keeps_the_best_epoch(tiny_run, tiny_encoder, tmp_path):
+@pytest.mark.parametrize("select, key, best", [("loss", "dev_loss", min), ("accuracy", "dev_accuracy", max)])
+def test_early_stopping_keeps_the_best_epoch(tiny_run, tiny_encoder, tmp_path, select, key, best):
     task = [str(word) for word in tiny_run[0][:-1]]
     flags = [*task, str(tmp_path), "--encoder", str(tiny_encoder), *map(str, TINY_PRETRAIN), "--epochs", "60"]
-    flags += ["--patience", "2", "--lr", "0.05", "--head_lr", "0.5"]
+    flags += ["--patience", "2", "--lr", "0.05", "--head_lr", "0.5", "--select", select]
     pretrain.main(parse_args(pretrain.Args, flags))
     found = torch.load(tmp_path / "demo_g4_s0/pretrain.pt", weights_only=True)
-    losses = [line["dev_loss"] for line in found["log"]]
-    assert len(losses) < 60 and len(losses) == found["epoch"] + 2 and found["dev_loss"] == min(losses)
+    told = [line[key] for line in found["log"]]
+    assert len(told) < 60 and len(told) == found["epoch"] + 2 and found[key] == best(told) == told[found["epoch"] - 1]
+    assert len(set(told)) > 1
+
+
+def test_a_finished_pre_training_is_skipped_and_one_of_other_settings_or_data_refused(tiny_run, tiny_encoder, tmp_path):
+    data = shutil.copytree(tiny_run[1] / "data", tmp_path / "data") / "demo_g4_s0"
+    task = (*tiny_run[0][:-3], tmp_path / "data", "--out_dir", tmp_path / "out")
+    done, words = tmp_path / "out/demo_g4_s0/pretrain.pt", (*task, "--encoder", tiny_encoder, *TINY_PRETRAIN)
+    script("pretrain.py", *words)
+    before = done.read_bytes(), done.stat().st_mtime_ns
+    assert "made with the same settings" in script("pretrain.py", *words).stdout
+    one_line_error(script("pretrain.py", *words, "--epochs", 1, ok=False), "epochs 2, now 1", "--restart")
+    assert (done.read_bytes(), done.stat().st_mtime_ns) == before
+    script("pretrain.py", *words, "--max_steps", 1, "--restart")
+    assert len(torch.load(done, weights_only=True)["log"]) == 1
+    train(task)
+    label = np.load(data / "train_label.npy")
+    np.save(data / "train_label.npy", np.where(label == 0, 1, np.where(label == 1, 0, label)))
+    one_line_error(script("train_imbanid.py", *task, *TINY_TRAIN, "--restart", ok=False), "trained on other data", "--restart")
+    one_line_error(script("predict.py", done.parent, "--data_dir", tmp_path / "data", ok=False), "other data now")
 
 
 @pytest.mark.parametrize("flags,words", [
