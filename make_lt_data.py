@@ -168,6 +168,10 @@ def run_script(main, Args=None):
         return
     if every or first_process():
         print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:  # nccl and gloo would wait for the others, or add lines of their own
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(2)
     sys.exit(2)
 
 

@@ -187,8 +187,8 @@ def start_processes(device):
         return 0, 1, device
     if device.type == "cuda":
         if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > torch.cuda.device_count():
-            raise UserError(f"{os.environ['LOCAL_WORLD_SIZE']} processes for {torch.cuda.device_count()} GPUs: start one for "
-                            "each GPU, or pass --device cpu")
+            raise UserError(f"{os.environ['LOCAL_WORLD_SIZE']} processes for {torch.cuda.device_count()} visible GPUs: start "
+                            "one for each GPU, or pass --device cpu")
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     else:
@@ -387,7 +387,8 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
     def unit_features(split):
         return gather_rows(normalize(encoder.all_features(hidden[split]), dim=1), len(labels[split]))
 
-    classifier = nn.Parameter(class_means(unit_features("train"), label, meta["num_known"]))
+    means = class_means(unit_features("train"), label, meta["num_known"])
+    classifier = nn.Parameter(sum_over_ranks(means * (rank == 0)) if len(means) else means)  # GPUs add up in any order
     layers = list(encoder.trained_layers.parameters())
     heads = [classifier] + [p for p in encoder.mlm_head.parameters() if p.requires_grad and not args.no_mlm]
     optimizer = torch.optim.AdamW([{"params": layers, "lr": args.lr}, {"params": heads, "lr": args.head_lr}], weight_decay=0.01)

@@ -62,7 +62,7 @@ class Flags:
     encoder: str = "bert-base-uncased"  # as for pretrain.py: minilm, a local folder, or a hub name
     trained_layers: int = 1  # as for pretrain.py
     max_length: int = 128  # tokens a text is cut at
-    cache_gb: float = 8.0  # hidden states larger than this lie in a memory-mapped file while it runs
+    cache_gb: float = 8.0  # on a CPU, hidden states larger than this lie in a memory-mapped file while it runs
     device: str = "auto"  # cpu, cuda, or auto: cuda where there is one
     dtype: str = "auto"  # float32, bfloat16, or auto: bfloat16 where the hardware multiplies it natively
     restart: bool = False  # replace an earlier run that had other settings
@@ -127,6 +127,7 @@ class Run:
         wanted = (epoch - 1) // every
         if self.views.get(copy, (None,))[0] != wanted:
             generator = torch.Generator().manual_seed(7919 * (wanted + 1) + 104729 * self.args.seed + 15485863 * copy)
+            self.views.pop(copy, None)  # two of them need not be held at once
             self.views[copy] = wanted, self.encoder.cache(augment(self.tokens["train"], rate, generator))
         return self.views[copy][1]
 
