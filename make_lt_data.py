@@ -632,7 +632,8 @@ def own_data(args):
         anew = f"remove {folder} and the folder {folder.name} in out/, or rename the file"
         if meta["raw_sha256"]["table"] != sha:
             raise UserError(f"{folder} was made from another {path.name}: {anew}")
-        if other := [f"--{key} {shlex.quote(str(was))}" for key, was in meta["asked"].items() if was != asked[key]]:
+        if other := [f"no --{key}" if was == "" else f"--{key} {shlex.quote(str(was))}"
+                     for key, was in meta["asked"].items() if was != asked[key]]:
             raise UserError(f"{folder} was made with other flags: give them again ({' '.join(other)}), or {anew}")
         print(f"{folder} is there already, {'made from the same file' if path.is_file() else f'but {path} is not'}: skipped")
         return

@@ -210,7 +210,7 @@ def test_names_of_runs_and_changed_tables(tmp_path):
     assert "skipped" in script("make_lt_data.py", *flags).stdout
     one_line_error(script("make_lt_data.py", *flags, "--dev_ratio", 0.5, ok=False), "flags: give them again (--dev_ratio 0.2)",
                    "remove")
-    one_line_error(script("make_lt_data.py", *flags, "--text_column", "text", ok=False), "again (--text_column ''), or")
+    one_line_error(script("make_lt_data.py", *flags, "--text_column", "text", ok=False), "again (no --text_column), or")
     table(path, [(text + "!", "a") for text in TEXTS])
     one_line_error(script("make_lt_data.py", *flags, ok=False), "another t.csv", "remove")
     path.unlink()
