@@ -753,13 +753,13 @@ def put_tables(tables, paths):
         print(tables)
     if missing := [path for path in paths if not Path(path).is_file()]:
         raise UserError(f"{missing[0]} is no document whose tables could be replaced")
-    heads = {table.splitlines()[0]: table for table in tables.split("\n\n")}
-    placed = set()
+    heads, placed = {table.splitlines()[0]: table for table in tables.split("\n\n")}, set()
     for path in paths:
         text = Path(path).read_text(encoding="utf-8")
         for head, table in heads.items():
             text, found = re.subn(rf"^{re.escape(head)}(\n\|.*)*$", lambda _, table=table: table, text, flags=re.M)
-            placed |= {head} if found else set()
+            if found:
+                placed.add(head)
         write_atomic(path, text)
     if paths and (homeless := [head for head in heads if head not in placed]):
         print("not put anywhere, for want of a table with this header (after a change of columns, give it to the old one):",

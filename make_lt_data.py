@@ -491,10 +491,10 @@ def delimited(file, path, first, above, said):
             between, behind = between + behind, 0
             full = full or len(row) == len(columns)
             if not full or len(row) > len(columns):
-                other = not said and set(DELIMITERS) & set(bare) - {delimiter}
+                other, surplus = not said and set(DELIMITERS) & set(bare) - {delimiter}, len(row) > len(columns)
                 way_out = ("where every row ends in the delimiter, the header must too; otherwise a text that holds it must "
-                           "stand in quotes" if len(row) > len(columns) and not row[-1].strip() else
-                           "a text that holds the delimiter or a quote must stand in quotes" if len(row) > len(columns) else
+                           "stand in quotes" if surplus and not row[-1].strip() else
+                           "a text that holds the delimiter or a quote must stand in quotes" if surplus else
                            "if another character divides the names, put a line such as sep=; above them" if other else
                            f"put a name that holds {delimiter!r} in quotes, or a row with all cells first")
                 raise UserError(f"{path}, line {line}: {len(row)} cell(s), the header has {len(columns)}: {way_out}")

@@ -242,10 +242,8 @@ def describe(args):
     titles = names[:num_known] + propose_names(words[num_known:], names[:num_known])
     found = cluster_names(run, K) if (run / "clusters.csv").exists() else {}
     anew = bool(args.name_command) or not found
-    kept = {k: name for k, name in found.items() if k < num_known or not anew}
-    titles = [kept.get(k, title) for k, title in enumerate(titles)]
+    titles = [found.get(k, title) for k, title in enumerate(titles)]
     if args.name_command:
-        titles = [found.get(k, title) for k, title in enumerate(titles)]
         asked = [ask_for_name(args.name_command, words[k], typical[k][:SHOWN], titles[k]) if typical[k] else titles[k]
                  for k in tqdm(range(num_known, K), desc="naming", disable=not sys.stderr.isatty())]
         titles[num_known:] = distinct(asked, titles[:num_known])
