@@ -144,10 +144,10 @@ def demo(tmp_path_factory):
 
 
 def clustered(demo, name):
-    """ACC under protocol T, the mean of ten k-means: with 360 test rows a single one is off by 2 points now, by 2 then."""
+    """ACC under protocol T, the mean of twenty k-means: of 360 test rows, the mean of ten is off by a point still."""
     truth, counts = (np.load(f"{demo['data_dir']}/demo_g10_s0/{file}.npy") for file in ("test_label", "class_counts"))
     z = np.load(f"{demo['out_dir']}/demo_g10_s0_{name}/test_feature.npy")
-    found = [KMeans(24, n_init=3, random_state=seed).fit_predict(z) for seed in range(10)]
+    found = [KMeans(24, n_init=3, random_state=seed).fit_predict(z) for seed in range(20)]
     return np.mean([cluster_metrics(truth, cluster, 18, counts)["ACC"] for cluster in found])
 
 
@@ -159,12 +159,13 @@ def start_acc(demo):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_method_whole_with_the_real_encoder(demo, start_acc, name, capsys):
-    """Two epochs against k-means on raw features: GCD above it under protocol C, those that start from pretrain.pt under T.
+    """Two epochs against k-means on raw features, above which they end: GCD under protocol C, the others under T.
 
-    Two epochs, with 91 labelled rows to learn from, move T by less than it varies, so against what a method starts from it
-    is only asked to do no harm. DeepAligned has many epochs of pre-training: with one batch an epoch few are all warm-up.
+    Two epochs, with 91 labelled rows to learn from, move T by less than it varies, so against what pretrain.py leaves those
+    that start from there are only asked to do no harm. DeepAligned has its own 100 epochs of pre-training: with one batch
+    each, fewer are all warm-up.
     """
-    short = {"deepaligned": {"pretrain_epochs": 60}, "usnid": {"pretrain_epochs": 5}}.get(name, {})
+    short = {"deepaligned": {"pretrain_epochs": 100}, "usnid": {"pretrain_epochs": 5}}.get(name, {})
     method(name, **demo, epochs=2, **short)
     start = "kmeans_pretrained" if name in ("clnn", "dpn", "latentem") else "kmeans"
     results, plain = (json.loads((shared.Path(demo["out_dir"]) / f"demo_g10_s0_{which}/results.json").read_text())
@@ -180,7 +181,7 @@ def test_each_method_whole_with_the_real_encoder(demo, start_acc, name, capsys):
     if name == "gcd":
         assert results["test"]["ACC"] > plain["test"]["ACC"] + 3
     else:
-        assert found > start_acc["kmeans"] - (3 if short else 0)
+        assert found > start_acc["kmeans"]
     assert found > start_acc[start] - 3
     check_protocol_c(shared.Path(demo["out_dir"]) / f"demo_g10_s0_{name}", demo, results)
     capsys.readouterr()
