@@ -302,11 +302,28 @@ def check_weights(optimizer, where):
 
 # ---- pre-training ----
 
+def batch_loss(encoder, classifier, hidden, masked, target, label, rows, drawn, args, rank, world):
+    """Eq. 2 on one batch: this process's share of the cross-entropy of the rows `drawn` and of the MLM loss of `rows`.
+
+    rows, drawn: int64, training rows of all processes, the same on each. hidden, masked, target: this process's rows alone.
+    label (N,): of all. The shares of all processes add up to the two means over the batch.
+    """
+    ce, mlm = torch.zeros(2, device=encoder.device)
+    own = drawn[drawn % world == rank]
+    if len(own):
+        z = normalize(encoder.features(hidden, own // world), dim=1)
+        ce = cross_entropy(z @ normalize(classifier, dim=1).T / args.temperature, label[own]) * (len(own) / len(drawn))
+    if not args.no_mlm:
+        mlm, tokens = encoder.mlm_loss(masked, rows[rows % world == rank] // world, target)
+        mlm = mlm * (tokens / max(1, int(sum_over_ranks(torch.tensor(tokens, device=encoder.device)))))
+    return ce, mlm
+
+
 def train_epoch(encoder, classifier, optimizer, hidden, masked, target, label, args, epoch, rank, world):
     """One pass over all rows in random order, a labelled batch beside every batch. Returns mean CE and mean MLM loss.
 
-    hidden, masked, target: this process's rows. label (N,): of all. Every process draws the same batches and computes the
-    share of its own rows. Without a labelled row there is no cross-entropy.
+    Every process draws the same batches, of which batch_loss takes its rows. Without a labelled row there is no
+    cross-entropy.
     """
     generator = seed_epoch(args.seed, epoch, rank)
     encoder.train()
@@ -314,16 +331,10 @@ def train_epoch(encoder, classifier, optimizer, hidden, masked, target, label, a
     batches = torch.randperm(len(label), generator=generator).to(encoder.device).split(args.batch_size)
     sums = torch.zeros(2, device=encoder.device)
     for step, rows in enumerate(batches, 1):
-        drawn, ce, mlm = rows[:0], *torch.zeros(2, device=encoder.device)
+        drawn = rows[:0]
         if len(labelled):
             drawn = labelled[torch.randint(len(labelled), (min(args.labeled_batch_size, len(labelled)),), generator=generator)]
-            own = drawn[drawn % world == rank]
-            if len(own):
-                z = normalize(encoder.features(hidden, own // world), dim=1)
-                ce = cross_entropy(z @ normalize(classifier, dim=1).T / args.temperature, label[own]) * (len(own) / len(drawn))
-        if not args.no_mlm:
-            mlm, tokens = encoder.mlm_loss(masked, rows[rows % world == rank] // world, target)
-            mlm = mlm * (tokens / max(1, int(sum_over_ranks(torch.tensor(tokens, device=encoder.device)))))
+        ce, mlm = batch_loss(encoder, classifier, hidden, masked, target, label, rows, drawn, args, rank, world)
         joint_step(ce + mlm, optimizer, f"epoch {epoch}, step {step} of {len(batches)}", torch.cat([rows, drawn]))
         sums += torch.stack([ce.detach(), mlm.detach()])
     return (sum_over_ranks(sums) / len(batches)).tolist()
@@ -349,10 +360,13 @@ def main(args):
     device = pick_device(args.device)
     dtype = pick_dtype(args.dtype, device)
     config = settings(args, dtype) | {"dataset": meta["dataset"], "data": data_fingerprint(data)}
-    done = out / "pretrain.pt"
+    done, part = out / "pretrain.pt", out / "pretrain_part.pt"
     found = load_checkpoint(done)
     if found and same_config(found["config"], config, done, args.restart):
         if first_process():
+            left = load_checkpoint(part)  # by a kill between the two; of other settings it is a --restart that was killed
+            if left and same_config(left["config"], config, part, True):
+                part.unlink()
             kept = f" (dev accuracy {found['dev_accuracy']:.2f})" if len(labels["dev"]) else ""
             print(f"{done} is there already, made with the same settings{kept}: skipped")
         return

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from sklearn.cluster import KMeans
 from sklearn.metrics import silhouette_samples
+from threadpoolctl import threadpool_limits  # comes with scikit-learn
 from torch.nn.functional import normalize, softplus
 from tqdm import tqdm
 
@@ -27,10 +28,19 @@ def class_means(z, label, K):
     return normalize(total, dim=1)
 
 
-def kmeans(z, K, seed, n_init=10, init=None):
-    """k-means on z (N, H): (centre (K, H), id (N,)) of the best of n_init k-means++ starts, or from the centres init on."""
+def fitted_kmeans(z, K, seed, n_init=10, init=None):
+    """scikit-learn's KMeans fitted to z (N, H): the best of n_init k-means++ starts, or from the centres init (K, H) on.
+
+    On two threads at most: more of them add up in any order, and the same run would give other bytes.
+    """
     start = {"n_init": n_init} if init is None else {"n_init": 1, "init": init.cpu().numpy()}
-    found = KMeans(K, **start, random_state=seed).fit(z.cpu().numpy())
+    with threadpool_limits(2, "openmp"):
+        return KMeans(K, **start, random_state=seed).fit(z.cpu().numpy())
+
+
+def kmeans(z, K, seed, n_init=10, init=None):
+    """fitted_kmeans as tensors: (centre (K, H), id (N,))."""
+    found = fitted_kmeans(z, K, seed, n_init, init)
     return torch.from_numpy(found.cluster_centers_).to(z), torch.from_numpy(found.labels_).long().to(z.device)
 
 

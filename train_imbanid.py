@@ -30,7 +30,6 @@ import sklearn
 import torch
 import torch.distributed as dist
 import transformers
-from sklearn.cluster import KMeans
 from torch import nn
 from torch.nn.functional import cross_entropy, normalize, one_hot
 from tqdm import tqdm
@@ -68,7 +67,7 @@ from pretrain import (
     trained_state,
 )
 from rot import RotResult, moving_average_marginal, relaxed_ot
-from seeding import appendix_e, estimate_num_classes, kmeans, kmeans_rows, seed_centres
+from seeding import appendix_e, estimate_num_classes, fitted_kmeans, kmeans, kmeans_rows, seed_centres
 
 ESTIMATES = ("true", "auto", "appendix_e")  # what --num_classes may be beside a number
 
@@ -159,7 +158,7 @@ def kmeans_result(z, centre, N, rank):
     everyone, steps, K = gather_rows(z, N), torch.zeros(1, device=z.device), len(centre)
     found = torch.zeros_like(centre)
     if rank == 0:
-        fitted = KMeans(K, init=centre.cpu().numpy(), n_init=1).fit(everyone.cpu().numpy())
+        fitted = fitted_kmeans(everyone, K, seed=0, init=centre)  # draws nothing
         found += torch.from_numpy(fitted.cluster_centers_).to(z)
         steps += fitted.n_iter_
     plan = one_hot(torch.cdist(z, sum_over_ranks(found)).argmin(1), K).double() / N
@@ -420,6 +419,8 @@ def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, 
         head += found["head"].to(device) if found else seed_centres(
             z["pretrained"]["train"], label["train"], K, meta["num_known"], *seeding(args, meta), args.seed)
     head = nn.Parameter(sum_over_ranks(head))
+    if rank > 0:
+        z.clear()  # of all rows; only process 0 needs them again
     lap("seeding")
 
     epoch, assign = run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, seconds, rank, world)

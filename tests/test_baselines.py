@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import one_line_error, script
+from scipy.optimize import linear_sum_assignment
 from sklearn.cluster import KMeans
-from torch.nn.functional import normalize
+from torch.nn.functional import cross_entropy, normalize
 
 from baselines import shared
 from baselines.clnn import nearest_rows, neighbour_loss
@@ -15,6 +16,7 @@ from baselines.dpn import prototype_loss
 from baselines.latentem import assignment_loss, pass_labels_on
 from baselines.usnid import erase_tokens
 from encoder import Encoder
+from losses import instance_wise_loss
 from metrics import cluster_metrics
 
 NAMES = ("gcd", "deepaligned", "clnn", "dpn", "latentem", "usnid")
@@ -127,6 +129,171 @@ def test_steps_without_bias_correction_are_bertadams():
         assert weight.item() == pytest.approx(value, rel=1e-5)
 
 
+# ---- losses, put together ----
+
+class StoppedError(Exception):
+    pass
+
+
+def stages(name, flags, monkeypatch):
+    """(run, {stage: (heads, batch_loss, the other arguments)}) of what a method hands to shared.train, which is not run."""
+    found = {}
+
+    def record(run, stage, heads, batch_loss, **more):
+        for module in (run.encoder.trained_layers, *heads.values()):
+            module.eval()  # without dropout
+        found[stage] = heads, batch_loss, more
+        if stage == "last":
+            raise StoppedError(run)
+        return {}
+
+    monkeypatch.setattr(importlib.import_module(f"baselines.{name}"), "train", record)
+    monkeypatch.setattr(shared, "train", record)
+    with pytest.raises(StoppedError) as stopped:
+        method(name, **flags, tag="recorded")
+    return stopped.value.args[0], found
+
+
+def features(run, rows, hidden=None):
+    return run.encoder.features(run.hidden["train"] if hidden is None else hidden, rows)
+
+
+ROWS = torch.arange(3, 60, 2)
+
+
+def test_gcds_loss(tiny_flags, monkeypatch):
+    run, found = stages("gcd", tiny_flags, monkeypatch)
+    heads, batch_loss, _ = found["last"]
+    label = run.label["train"]
+    torch.manual_seed(1)
+    loss = batch_loss(ROWS, {"epoch": 1})
+    torch.manual_seed(1)
+    share = torch.where(label >= 0, 1 / (label >= 0).sum(), 1 / (label < 0).sum())  # as many of either kind
+    rows = torch.multinomial(share, len(ROWS), replacement=True)
+    view = run.view(1, run.encoder.replace_tokens, 0.25, 2)
+    z = normalize(heads["head"](torch.stack([features(run, rows), features(run, rows, view)], 1)), dim=2)
+    held = label[rows] >= 0
+    assert 2 < held.sum() < len(rows) - 2
+    expected = 0.65 * instance_wise_loss(z, 0.07).mean() + 0.35 * shared.supervised_contrast(z[held], label[rows][held], 0.07)
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-4)
+
+
+def test_deepaligneds_loss(tiny_flags, monkeypatch):
+    run, found = stages("deepaligned", {**tiny_flags, "pretrain_epochs": 1}, monkeypatch)
+    heads, batch_loss, more = found["last"]
+    label, (known, classify, told) = run.label["train"], found["pretrain"]
+    assert torch.equal(told["rows"], torch.where(label >= 0)[0])
+    z = known["dense"](features(run, run.labelled[:9]))
+    assert float(classify(run.labelled[:9], {}).detach()) == pytest.approx(
+        float(cross_entropy(known["classifier"](z), label[run.labelled[:9]]).detach()))
+    memory = {}
+    more["judge"](memory)
+    first = dict(memory)
+    memory["centre"] = memory["centre"].roll(2, 0)  # the same clusters in another order, to which the next are matched
+    more["judge"](memory)
+    assert torch.equal(memory["pseudo_label"], (first["pseudo_label"] + 2) % run.K)
+    z = heads["dense"](features(run, ROWS))
+    assert float(batch_loss(ROWS, memory).detach()) == pytest.approx(
+        float(cross_entropy(heads["head"](z), memory["pseudo_label"][ROWS]).detach()))
+
+
+def test_clnns_loss(tiny_flags, monkeypatch):
+    run, found = stages("clnn", {**tiny_flags, "topk": 2}, monkeypatch)
+    heads, batch_loss, more = found["last"]
+    memory, label = {"epoch": 1}, run.label["train"]
+    more["begin_epoch"](memory, None)
+    near = memory["near"]
+    assert torch.equal(near, nearest_rows(run.encoder.all_features(run.hidden["train"]), 2))
+    for epoch in (2, 5, 6):
+        memory |= {"epoch": epoch, "near": near + 1}
+        more["begin_epoch"](memory, None)
+        assert torch.equal(memory["near"], near) == (epoch == 6), "a search serves five epochs"
+    rows = torch.cat([run.labelled, near[run.labelled].flatten()]).unique()
+    torch.manual_seed(1)
+    loss = batch_loss(rows, {"epoch": 1, "near": near})
+    torch.manual_seed(1)
+    partner = near[rows, torch.randint(2, (len(rows), 1))[:, 0]]
+    first, second = (run.view(1, run.encoder.replace_tokens, 0.25, copy=copy) for copy in (0, 1))
+    z = normalize(heads["head"](torch.stack([features(run, rows, first), features(run, partner, second)], 1)), dim=2)
+    positive = torch.tensor([[bool((near[i] == j).any()) or bool(label[i] == label[j] >= 0) for j in rows] for i in rows])
+    assert float(loss.detach()) == pytest.approx(float(neighbour_loss(z, positive, 0.07).detach()), rel=1e-4)
+
+
+def test_dpns_loss(tiny_flags, monkeypatch):
+    run, found = stages("dpn", tiny_flags, monkeypatch)
+    heads, batch_loss, more = found["last"]
+    memory, label = {}, run.label["train"]
+
+    def labelled_means():
+        with torch.no_grad():
+            rows = [torch.where(label == k)[0] for k in range(run.num_known)]
+            return torch.stack([heads["dense"](features(run, of_class)).mean(0) for of_class in rows])
+
+    more["begin_epoch"](memory, None)
+    assert torch.allclose(memory["known"], labelled_means(), atol=1e-6)
+    own = torch.cdist(heads["dense"](run.encoder.all_features(run.hidden["train"])), memory["cluster"]).argmin(1)
+    matched = linear_sum_assignment(torch.cdist(memory["known"], memory["cluster"]))[1]
+    assert torch.equal(memory["is_known"], torch.isin(own, torch.from_numpy(matched)))
+    assert 0 < memory["is_known"].sum() < len(own)
+    before = {key: value.clone() for key, value in memory.items()}
+    with torch.no_grad():
+        heads["dense"][0].weight.mul_(1.5)
+    more["begin_epoch"](memory, None)
+    assert torch.allclose(memory["known"], 0.9 * before["known"] + 0.1 * labelled_means(), atol=1e-6)
+    assert torch.equal(memory["cluster"], before["cluster"])
+    torch.manual_seed(1)
+    loss = batch_loss(ROWS, memory)
+    torch.manual_seed(1)
+    drawn, z = run.draw_labelled(64), heads["dense"](features(run, ROWS))
+    expected = (prototype_loss(z, memory["cluster"], 0.07, "euclidean").mean()
+                + 10 * prototype_loss(z, memory["known"], 0.07, "cosine")[memory["is_known"][ROWS]].sum() / len(ROWS)
+                + cross_entropy(heads["head"](heads["dense"](features(run, drawn))), label[drawn]))
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-4)
+
+
+def test_latentems_loss(tiny_flags, monkeypatch):
+    run, found = stages("latentem", tiny_flags, monkeypatch)
+    heads, batch_loss, more = found["last"]
+    memory, label = {"epoch": 1}, run.label["train"]
+    more["begin_epoch"](memory, None)
+    z = run.unit_features(dense=heads["dense"])
+    assert torch.equal(memory["label"], pass_labels_on(z, label, memory["cluster"]))
+    assert (memory["label"] >= 0).sum() > (label >= 0).sum()
+    z, y = heads["dense"](features(run, ROWS)), memory["label"][ROWS]
+    expected = (0.4 * assignment_loss(normalize(heads["projection"](z), dim=1), memory["cluster"][ROWS], 0.1)
+                + 0.6 * cross_entropy(heads["known"](z[y >= 0]), y[y >= 0]))
+    assert float(batch_loss(ROWS, memory).detach()) == pytest.approx(float(expected.detach()), rel=1e-4)
+
+
+def test_usnids_losses(tiny_flags, monkeypatch):
+    run, found = stages("usnid", {**tiny_flags, "pretrain_epochs": 1}, monkeypatch)
+    label, (heads, pretrain_loss, told) = run.label["train"], found["pretrain"]
+    assert torch.equal(told["rows"], torch.where(label < 0)[0])
+    rows = told["rows"][:30]
+    torch.manual_seed(1)
+    loss = pretrain_loss(rows, {})
+    torch.manual_seed(1)
+    drawn = run.draw_labelled(64)
+    both = torch.cat([drawn, rows])
+    z = heads["dense"](features(run, both))
+    p = normalize(heads["contrast"](z), dim=1)[:, None].expand(-1, 2, -1)  # the views differ by dropout alone
+    expected = (cross_entropy(heads["known"](z[:len(drawn)]), label[drawn])
+                + shared.supervised_contrast(p, label[both], 0.07))
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-4)
+
+    heads, batch_loss, more = found["last"]
+    memory, steps = {"epoch": 1}, []
+    assert not more["begin_epoch"](memory, lambda loss: steps.append(float(loss.detach())))
+    assert len(steps) == more["more_steps"] == -(-len(run.labelled) // 64) and min(steps) > 0
+    assert more["begin_epoch"](memory, lambda loss: None), "the same clusters again: it has converged"
+    views = [run.view(1, erase_tokens(run.encoder), 0.4, 2, copy) for copy in (0, 1)]
+    z = heads["dense"](torch.stack([features(run, ROWS, view) for view in views], 1))
+    y = memory["pseudo_label"][ROWS]
+    expected = (cross_entropy(heads["head"](z).flatten(0, 1), y.repeat_interleave(2))
+                + shared.supervised_contrast(normalize(heads["contrast"](z), dim=2), y, 0.05))
+    assert float(batch_loss(ROWS, memory).detach()) == pytest.approx(float(expected.detach()), rel=1e-4)
+
+
 # ---- whole methods ----
 
 @pytest.fixture(scope="module")
@@ -172,10 +339,15 @@ def test_each_method_whole_with_the_real_encoder(demo, start_acc, name, capsys):
                       for which in (name, "kmeans"))
     assert results["method"] == name
     out, weight = shared.Path(demo["out_dir"]), "0.attention.self.query.weight"
-    pre = out / "demo_g10_s0/pretrain.pt"
-    before = (torch.load(pre, weights_only=True)["trained_layers"] if start == "kmeans_pretrained" else
-              dict(Encoder("minilm", 128, torch.device("cpu"), torch.float32).trained_layers.named_parameters()))[weight]
+    own = out / f"demo_g10_s0_{name}/pretrain.pt"  # of a pre-training that is part of the method
+    if start == "kmeans_pretrained":
+        before = torch.load(out / "demo_g10_s0/pretrain.pt", weights_only=True)["trained_layers"][weight]
+    elif own.exists():
+        before = torch.load(own, weights_only=True)["best"]["modules"][f"trained_layers.{weight}"]
+    else:
+        before = dict(Encoder("minilm", 128, torch.device("cpu"), torch.float32).trained_layers.named_parameters())[weight]
     moved = torch.load(out / f"demo_g10_s0_{name}/last.pt", weights_only=True)["modules"][f"trained_layers.{weight}"] - before
+    assert own.exists() == bool(short)
     assert moved.norm() > 1e-4 * before.norm(), "the layer has not moved"
     found = clustered(demo, name)
     if name == "gcd":

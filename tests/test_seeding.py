@@ -3,6 +3,7 @@ import math
 
 import pytest
 import torch
+from threadpoolctl import threadpool_limits
 from torch.nn.functional import normalize
 
 from seeding import (
@@ -29,6 +30,12 @@ def blobs(sizes, H=16, seed=0, spread=0.08):
     for k in range(2):  # classes 0 and 1 known, three labelled rows each
         label[torch.where(truth == k)[0][:3]] = k
     return x, label, truth
+
+
+def test_kmeans_gives_the_same_bytes_on_many_threads():
+    z = torch.randn(2000, 64, generator=torch.Generator().manual_seed(0))
+    with threadpool_limits(4, "openmp"):  # as if there were as many cores; scikit-learn alone gives about nine results here
+        assert len({kmeans(z, 20, seed=0, n_init=1)[0].numpy().tobytes() for _ in range(20)}) == 1
 
 
 @pytest.mark.parametrize("method", ["mixture", "kmeans"])

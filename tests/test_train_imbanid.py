@@ -323,9 +323,9 @@ def test_two_nodes_find_each_other_after_a_restart_that_only_one_of_them_counts(
 SAME_BATCH = """
 import sys, torch, torch.distributed as dist
 sys.path.insert(0, {repo!r})
-import train_imbanid
+import pretrain, train_imbanid
 from encoder import Encoder
-from train_imbanid import Args, batch_loss, sum_over_ranks
+from pretrain import sum_over_ranks
 torch.set_num_threads(1)
 encoder = Encoder({encoder!r}, 32, torch.device("cpu"), torch.float32).eval()   # eval: dropout differs between processes
 texts = ["pay " + "my bill " * (i % 5) + str(i) for i in range(9)]
@@ -333,31 +333,38 @@ tokens = encoder.tokenize(texts)
 view = encoder.trunk(encoder.replace_tokens(tokens, 0.5, torch.Generator().manual_seed(0)))
 hidden = encoder.trunk(tokens)
 torch.manual_seed(0)
-head = torch.nn.Parameter(torch.randn(4, 32))
+head, classifier = (torch.nn.Parameter(torch.randn(4, 32)) for _ in range(2))
 label, confidence, clean = torch.arange(9) % 4, torch.rand(9), torch.rand(9) > 0.2
-parameters = [head, *encoder.trained_layers.parameters()]
+parameters = [head, classifier, *encoder.trained_layers.parameters()]
 masked, target = encoder.mask_tokens(tokens, torch.Generator().manual_seed(0))
-masked = encoder.trunk(masked)
-total = int((target.values >= 0).sum())
+masked, drawn = encoder.trunk(masked), torch.tensor([3, 8, 8, 0, 1])
 
-def run(rows, n):
+def stage_3(n, rank, world):
+    rows = torch.arange(n)[rank::world]
+    return train_imbanid.batch_loss(encoder, head, hidden, view, rows, label, confidence, clean, train_imbanid.Args())[0]
+
+def stage_1(n, rank, world):   # in which a process holds its own rows alone
+    own = torch.arange(9)[rank::world]
+    return sum(pretrain.batch_loss(encoder, classifier, hidden.take(own), masked.take(own), target.take(own), label,
+                                   torch.arange(n), drawn[:n], pretrain.Args(), rank, world))
+
+def run(loss_of, n, rank=0, world=1):   # the loss and each parameter's gradient, over all processes
     for p in parameters:
         p.grad = None
-    loss, *_ = batch_loss(encoder, head, hidden, view, rows, label, confidence, clean, Args())
-    if n == 9:   # and pre-training's share of the masked tokens
-        mlm, count = encoder.mlm_loss(masked, rows, target)
-        loss = loss + mlm * (count / total)
-    loss.backward()
-    grads = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters])
-    return sum_over_ranks(torch.cat([loss.detach()[None], grads]))
+    loss = loss_of(n, rank, world)
+    if loss.requires_grad:
+        loss.backward()
+    return [sum_over_ranks(x.clone()) for x in (loss.detach(), *(torch.zeros_like(p) if p.grad is None else p.grad
+                                                                 for p in parameters))]
 
-sizes = (9, 5, 2, 1)   # also a last batch of one row, and fewer rows than processes
-whole = [run(torch.arange(n), n) for n in sizes]
+tasks = [(loss_of, n) for loss_of in (stage_3, stage_1) for n in (9, 5, 2, 1)]   # also fewer rows than processes
+whole = [run(*task) for task in tasks]
+assert all(sum(bool(g.abs().max() > 1e-4) for g in gradients) > 10 for _, *gradients in whole[::4])
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
-for n, expected in zip(sizes, whole):
-    found = run(torch.arange(n)[rank::world], n)
-    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max(), (n, found, expected)
+for task, parts in zip(tasks, whole):
+    for found, expected in zip(run(*task, rank, world), parts, strict=True):   # the bias of keys has a gradient of 0
+        assert (found - expected).abs().max() <= 1e-5 * expected.abs().max() + 1e-8, (task, found, expected)
 dist.destroy_process_group()
 print("same")
 """
@@ -487,37 +494,60 @@ def test_a_pre_training_made_anew_is_not_taken_for_the_one_before(tiny_run, tmp_
 
 
 def test_a_run_killed_at_five_random_moments_ends_the_same(tiny_run):
+    """Before the first epoch is saved, at three random moments of training, and after the last epoch."""
     task = tiny_run[0]
     flags = ("--epochs", 60)
     _, unbroken = train(task, *flags, "--tag", "unbroken")
     broken = unbroken.with_name("demo_g4_s0_broken")
     words = ["train_imbanid.py", *task, *TINY_TRAIN, *flags, "--tag", "broken"]
-    moment, kills = random.Random(0), 0
-    for _ in range(5):
-        before = (broken / "last.pt").stat().st_mtime_ns if (broken / "last.pt").exists() else 0
+    moment, kills, last, log = random.Random(0), 0, broken / "last.pt", broken / "log.jsonl"
+
+    def reached(kill, before):
+        if kill == 0:
+            return broken.exists()
+        return log.read_text().count("\n") == 60 if kill == 4 else last.exists() and last.stat().st_mtime_ns > before
+
+    for kill in range(5):
+        before = last.stat().st_mtime_ns if last.exists() else 0
         process = Started([REPO / words[0], *words[1:]])
-        while process.poll() is None and not (  # until it has saved once more, so that five kills cannot all hit the start
-                (broken / "last.pt").exists() and (broken / "last.pt").stat().st_mtime_ns > before):
+        while process.poll() is None and not reached(kill, before):
             time.sleep(0.001)
-        time.sleep(moment.random() * 0.2)
+        time.sleep(moment.random() * (0.2 if 0 < kill < 4 else 0.02))
         kills += process.poll() is None
         process.kill()
         process.finish()
-    assert kills >= 3 and not (broken / "results.json").exists(), "the run is too short for this test"
+        assert kill > 0 or not last.exists(), "killed too late to be before the first epoch's end"
+    assert kills >= 4 and not (broken / "results.json").exists(), "the run is too short for this test"
     assert "resuming" in script(*words).stdout
-    for name in ("test_pred.npy", "pseudo_label.npy", "test_feature.npy", "confidence.npy"):
+    for name in ("test_pred.npy", "pseudo_label.npy", "test_feature.npy", "train_feature.npy", "confidence.npy", "beta.npy"):
         assert (broken / name).read_bytes() == (unbroken / name).read_bytes(), name
     ends = [json.loads((p / "results.json").read_text()) for p in (broken, unbroken)]
-    assert ends[0]["test"] == ends[1]["test"] and not list(broken.glob("*.part"))
+    for end in ends:
+        for key in ("seconds", "peak_memory_mb", "tag", "threads"):  # the unbroken run is one of this process
+            end.pop(key)
+    assert ends[0] == ends[1] and not list(broken.glob("*.part"))
 
 
-def test_ctrl_c_and_sigterm_say_how_to_go_on(tiny_run):
-    task = tiny_run[0]
-    for tag, sent in (("term", signal.SIGTERM), ("int", signal.SIGINT)):
-        flags = (*task, *TINY_TRAIN, "--epochs", 3000, "--tag", tag)
-        process = started_until(tiny_run[1] / f"out/demo_g4_s0_{tag}/last.pt", Started([REPO / "train_imbanid.py", *flags]))
-        process.send_signal(sent)
-        one_line_error(process.finish(), "the same command goes on")
+@pytest.mark.parametrize("sent, stage, nproc, lines", [
+    (signal.SIGTERM, "train_imbanid.py", 1, 1), (signal.SIGINT, "pretrain.py", 1, 1),
+    (signal.SIGTERM, "pretrain.py", 2, 2), (signal.SIGINT, "train_imbanid.py", 2, 1)])
+def test_ctrl_c_and_sigterm_say_how_to_go_on(tiny_run, tiny_encoder, tmp_path, sent, stage, nproc, lines):
+    task, folder = tiny_run
+    if stage == "pretrain.py":
+        flags = (*task[:-1], tmp_path, *TINY_PRETRAIN, "--encoder", tiny_encoder, "--epochs", 40, "--patience", 40)
+        saved = tmp_path / "demo_g4_s0/pretrain_part.pt"
+    else:
+        flags = (*task, *TINY_TRAIN, "--epochs", 40, "--tag", f"sent{nproc}")
+        saved = folder / f"out/demo_g4_s0_sent{nproc}/last.pt"
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"] if nproc > 1 else []
+    process = started_until(saved, subprocess.Popen([sys.executable, *launch, str(REPO / stage), *map(str, flags)],
+                                                    stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    process.send_signal(sent)
+    _, errors = process.communicate(timeout=PATIENCE)
+    assert errors.count(f"{stage}: stopped; the same command goes on from the last finished epoch\n") == lines, errors
+    assert process.returncode == 2 if nproc == 1 else "SignalException" in errors  # what torchrun itself adds
+    assert nproc > 1 or errors.count("\n") == 1
+    assert "resuming" in script(stage, *flags, nproc=nproc if nproc > 1 else None).stdout
 
 
 def started_until(saved, process):
@@ -576,8 +606,9 @@ def test_a_killed_pre_training_goes_on_and_ends_the_same(tiny_run, tiny_encoder,
         assert ("resuming" in script("pretrain.py", *words).stdout) == (name == "broken")
         ends.append(torch.load(tmp_path / name / "demo_g4_s0/pretrain.pt", weights_only=True))
         assert not (tmp_path / name / "demo_g4_s0/pretrain_part.pt").exists()
-    assert ends[0]["log"] == ends[1]["log"]
-    assert all(torch.equal(ends[0]["trained_layers"][k], ends[1]["trained_layers"][k]) for k in ends[0]["trained_layers"])
+    assert ends[0]["log"] == ends[1]["log"] and ends[0]["epoch"] == ends[1]["epoch"]
+    for one, other in ((end["trained_layers"] | end["mlm_head"] | {"": end["classifier"]} for end in ends),):
+        assert all(torch.equal(one[name], other[name]) for name in one.keys() | other.keys())
 
 
 def test_pretraining_switches(tiny_run, tiny_encoder, tmp_path):
@@ -773,3 +804,17 @@ def test_a_full_disk_is_said_in_one_line(tiny_run, tiny_encoder, tmp_path):
     before = part.read_bytes()
     one_line_error(script("pretrain.py", *words, "--epochs", 60, first=full, ok=False), "File too large")
     assert part.read_bytes() == before and [p for p in tmp_path.rglob("*") if p.is_file()] == [part]
+    assert "resuming" in script("pretrain.py", *words, "--epochs", 60).stdout and not part.exists()  # once there is room
+
+
+def test_a_kill_before_the_last_line_of_pre_training_leaves_nothing(tiny_run, tiny_encoder, tmp_path):
+    words = [str(word) for word in (*tiny_run[0][:-1], tmp_path, "--encoder", tiny_encoder, *TINY_PRETRAIN)]
+    pretrain.main(parse_args(pretrain.Args, words))
+    done, part = (tmp_path / f"demo_g4_s0/{name}.pt" for name in ("pretrain", "pretrain_part"))
+    state = torch.load(done, weights_only=True)
+    pretrain.save_checkpoint(part, **{**state, "config": {**state["config"], "lr": 1.0}})
+    pretrain.main(parse_args(pretrain.Args, words))
+    assert part.exists(), "of a --restart with other settings that was killed"
+    shutil.copy(done, part)
+    pretrain.main(parse_args(pretrain.Args, words))
+    assert not part.exists() and done.exists()
