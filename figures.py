@@ -47,6 +47,7 @@ ABLATIONS = {
     "": ("ImbaNID", (82.52, 90.67, 71.26, 68.26, 66.05, 65.87, 90.67, 87.25, 81.67)),
     "no_class_sizes": ("w/o class sizes", (math.nan,) * 9),  # of the seeding, ours
     "no_swaps": ("w/o moved centres", (math.nan,) * 9),  # --swaps 0, of the seeding, ours
+    "no_label_weight": ("w/o label weight", (math.nan,) * 9),  # --label_weight 1, of the seeding, ours
     "cot": ("w/ COT", (72.74, 87.44, 58.67, 62.72, 63.11, 48.70, 86.63, 85.75, 79.67)),
     "eot": ("w/ EOT", (81.41, 83.00, 65.33, 66.59, 65.40, 57.61, 90.00, 86.11, 81.60)),
     "mot": ("w/ MOT", (69.33, 57.67, 30.52, 62.07, 57.34, 26.20, 88.97, 66.00, 64.33)),
@@ -377,7 +378,7 @@ def settings_table(folder="results"):
     """
     runs = [run for run in read_kept(folder, None) if run["method"] == "imbanid"]
     rows = []
-    for key in ("known_ratio", "omega", "lambda2", "num_classes", "dtype", "trained_layers", "epochs", "lr"):
+    for key in ("known_ratio", "omega", "lambda2", "num_classes", "dtype", "processes", "trained_layers", "epochs", "lr"):
         for title, by_value in on_shared_seeds(varied(runs, key)):
             for value, found in by_value.items():
                 K = sorted({run["num_classes"] for run in found})
@@ -599,7 +600,8 @@ def varied(runs, key, same=None):
     flag that goes with key, and what of the pre-training no flag of stage 3 repeats, other than the layers that train."""
     left_out, found = (key, WITH_IT.get(key), "seed", "tag", "pretrain", "data"), {}
     for run in runs:
-        config = {**run["config"], "tag": run.get("tag", ""), "encoder": run["encoder"], "method": run["method"]}
+        config = {**run["config"], "tag": run.get("tag", ""), "encoder": run["encoder"], "method": run["method"],
+                  "processes": run.get("processes", 1)}
         config["lambda2"] = config.get("lambda2") or (2.0 if config["gamma"] > 1 else 7.0)  # what train_imbanid.py makes of 0
         pre = config.get("pretrain") or {}
         config = {"dtype": pre.get("dtype"), "trained_layers": pre.get("trained_layers", 1)} | config  # older files lack them
