@@ -115,7 +115,8 @@ def floor(data, dtype):
 def main(args):
     raw = Path(os.environ.get("RAW_DIR") or REPO.parent / "shared/raw").resolve()
     dtype = pick_dtype("auto", torch.device("cpu"))
-    found = {"machine": platform.processor() or platform.machine(), "threads": torch.get_num_threads(), "dtype": str(dtype)}
+    found = {"machine": platform.processor() or platform.machine(), "threads": torch.get_num_threads(), "dtype": str(dtype),
+             "commit": pretrain.commit()}
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         task = ("--dataset", args.dataset, "--gamma", args.gamma, "--data_dir", folder / "data")
