@@ -282,9 +282,9 @@ def joint_step(loss, optimizer, where, rows):
         if dist.is_initialized():
             parts = [None] * dist.get_world_size()
             dist.all_gather_object(parts, rows.tolist())
-        raise UserError(f"a gradient is not finite in {where}, at lr {optimizer.param_groups[0]['lr']:.1e}: try a smaller --lr "
-                        "or --dtype float32; finished epochs are saved. Training rows of the batch: "
-                        f"{sorted({*sum(parts, [])})}")
+        rates = " and ".join(f"{group['lr']:.1e}" for group in optimizer.param_groups)
+        raise UserError(f"a gradient is not finite in {where}, at lr {rates}: try a smaller --lr or --dtype float32; finished "
+                        f"epochs are saved. Training rows of the batch: {sorted({*sum(parts, [])})}")
     for p, g in zip(parameters, flat.split([p.numel() for p in parameters])):
         p.grad = g.view_as(p)
     nn.utils.clip_grad_norm_(parameters, 1.0)
