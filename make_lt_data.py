@@ -163,7 +163,7 @@ def run_script(main, Args=None):
         every = True
     except KeyboardInterrupt as err:
         every = bool(err.args)
-        message = "stopped" + ("; the same command goes on from the last finished epoch" if hasattr(Args, "restart") else "")
+        message = "stopped" + ("; the same command goes on from the last checkpoint" if hasattr(Args, "restart") else "")
     else:
         return
     if every or first_process():

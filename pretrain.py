@@ -2,7 +2,7 @@
 
 Reads   data/<run>/               (make_lt_data.py)
 Writes  out/<run>/pretrain.pt     trained_layers, mlm_head, the known-class classifier, config, log
-        out/<run>/pretrain_part.pt while it runs: a killed run goes on from its last epoch
+        out/<run>/pretrain_part.pt while it runs: a killed run goes on from there
 
     python pretrain.py --dataset clinc --gamma 10 --seed 0 --encoder minilm
     torchrun --nproc_per_node 4 pretrain.py --dataset clinc --gamma 10 --seed 0
@@ -32,6 +32,7 @@ from make_lt_data import ThisProcessError, UserError, check_positive, first_proc
 from seeding import class_means
 
 LIMIT = datetime.timedelta(hours=2)  # that processes wait for one another: process 0 seeds a large corpus meanwhile
+SAVE_STEPS = 50  # a checkpoint is written after an epoch and, since one over a large corpus takes long, after so many batches
 
 
 @dataclass
@@ -146,9 +147,12 @@ def same_config(found, config, path, restart):
                     "--restart to replace it, or another --out_dir (train_imbanid.py: --tag) to keep both")
 
 
-def seed_epoch(seed, epoch, rank=0):
-    """Seed dropout for an epoch and return the generator of its batches: a resumed run draws what an unbroken one draws."""
-    torch.manual_seed(1_000_003 * (seed + 1) + 1009 * epoch + rank)
+def seed_epoch(seed, epoch, rank=0, step=0):
+    """Seed dropout for what follows step `step` of an epoch and return the generator of the epoch's batches.
+
+    So a run that goes on from a checkpoint draws what an unbroken one draws.
+    """
+    torch.manual_seed(1_000_003 * (seed + 1) + 1009 * epoch + rank + 15_485_863 * step)
     return torch.Generator().manual_seed(1_000_003 * (seed + 1) + 1009 * epoch)
 
 
@@ -241,9 +245,9 @@ def gather_rows(x, N):
     return sum_over_ranks(whole) if N else whole
 
 
-def check_same_epoch(epoch, folder, world, device):
+def check_same_checkpoint(epoch, step, folder, world, device):
     """UserError where the processes did not find the same checkpoint."""
-    if int(sum_over_ranks(torch.tensor(epoch, device=device))) != world * epoch:
+    if sum_over_ranks(torch.tensor([epoch, step], device=device)).tolist() != [world * epoch, world * step]:
         raise UserError(f"the processes found different checkpoints: every node needs the same {folder}/ (a shared disk)")
 
 
@@ -260,7 +264,7 @@ def on_all_processes(device, work):
             raise
         reason = str(err).strip().splitlines()[-1].strip()
         raise ThisProcessError(f"another process died or cannot be reached ({reason[:150]}): the same command goes on from the "
-                               "last finished epoch") from None
+                               "last checkpoint") from None
     if world > 1:
         dist.destroy_process_group()
         sys.stdout.flush()
@@ -283,8 +287,8 @@ def joint_step(loss, optimizer, where, rows):
             parts = [None] * dist.get_world_size()
             dist.all_gather_object(parts, rows.tolist())
         rates = " and ".join(f"{group['lr']:.1e}" for group in optimizer.param_groups)
-        raise UserError(f"a gradient is not finite in {where}, at lr {rates}: try a smaller --lr or --dtype float32; finished "
-                        f"epochs are saved. Training rows of the batch: {sorted({*sum(parts, [])})}")
+        raise UserError(f"a gradient is not finite in {where}, at lr {rates}: try a smaller --lr or --dtype float32; the last "
+                        f"checkpoint is from before. Training rows of the batch: {sorted({*sum(parts, [])})}")
     for p, g in zip(parameters, flat.split([p.numel() for p in parameters])):
         p.grad = g.view_as(p)
     nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -296,8 +300,8 @@ def check_weights(optimizer, where):
     parameters = [p.detach() for group in optimizer.param_groups for p in group["params"] if p.numel()]
     largest = float(torch.stack([p.abs().max() for p in parameters]).max())  # Python's own max may pass over a nan
     if not largest < 1e6:
-        raise UserError(f"a weight of {largest:.0e} after {where}: try a smaller --lr or --dtype float32; epochs finished "
-                        "before it are saved")
+        raise UserError(f"a weight of {largest:.0e} after {where}: try a smaller --lr or --dtype float32; the last "
+                        "checkpoint is from before")
 
 
 # ---- pre-training ----
@@ -319,25 +323,30 @@ def batch_loss(encoder, classifier, hidden, masked, target, label, rows, drawn, 
     return ce, mlm
 
 
-def train_epoch(encoder, classifier, optimizer, hidden, masked, target, label, args, epoch, rank, world):
-    """One pass over all rows in random order, a labelled batch beside every batch. Returns mean CE and mean MLM loss.
+def train_epoch(encoder, classifier, optimizer, hidden, masked, target, label, args, epoch, step, sums, rank, world):
+    """One pass over all rows in random order, a labelled batch beside every batch, from behind its first `step` batches on.
 
+    Yields (step, sums) after every SAVE_STEPS batches and after the last, for a checkpoint: the batches done and the sums of
+    their CE and MLM losses (2,), of all processes; sums comes in as it was yielded, on process 0, and as zeros on the others.
     Every process draws the same batches, of which batch_loss takes its rows. Without a labelled row there is no
     cross-entropy.
     """
-    generator = seed_epoch(args.seed, epoch, rank)
+    done, generator = step, seed_epoch(args.seed, epoch, rank, step)
     encoder.train()
     labelled = torch.where(label >= 0)[0]
     batches = torch.randperm(len(label), generator=generator).to(encoder.device).split(args.batch_size)
-    sums = torch.zeros(2, device=encoder.device)
     for step, rows in enumerate(batches, 1):
         drawn = rows[:0]
         if len(labelled):
             drawn = labelled[torch.randint(len(labelled), (min(args.labeled_batch_size, len(labelled)),), generator=generator)]
+        if step <= done:  # only what is drawn after it needs its drawing
+            continue
         ce, mlm = batch_loss(encoder, classifier, hidden, masked, target, label, rows, drawn, args, rank, world)
         joint_step(ce + mlm, optimizer, f"epoch {epoch}, step {step} of {len(batches)}", torch.cat([rows, drawn]))
-        sums += torch.stack([ce.detach(), mlm.detach()])
-    return (sum_over_ranks(sums) / len(batches)).tolist()
+        sums = sums + torch.stack([ce.detach(), mlm.detach()])
+        if step % SAVE_STEPS == 0 or step == len(batches):
+            yield step, sum_over_ranks(sums.clone())
+            seed_epoch(args.seed, epoch, rank, step)
 
 
 def dev_result(z, classifier, label, temperature):
@@ -411,9 +420,10 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
         return {"trained_layers": trained_state(encoder.trained_layers), "mlm_head": trained_state(encoder.mlm_head),
                 "classifier": classifier.detach().cpu().clone(), "trunk": encoder.fingerprint}
 
-    epochs = min(args.epochs, math.ceil(args.max_steps / math.ceil(N / args.batch_size)))
+    steps = math.ceil(N / args.batch_size)
+    epochs = min(args.epochs, math.ceil(args.max_steps / steps))
     tells = len(dev_label) and meta["num_known"] > 1  # with one known class every dev loss is 0
-    epoch, log, best = 0, [], {"epoch": 0}
+    epoch, begun, log, best = 0, (0, torch.zeros(2, device=device)), [], {"epoch": 0}
     found = load_checkpoint(part)
     if found and same_config(found["config"], config, part, args.restart):
         load_trained_layers(encoder, found)
@@ -421,10 +431,16 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
         classifier.data.copy_(found["classifier"])
         optimizer.load_state_dict(found["optimizer"])
         epoch, log, best = found["epoch"], found["log"], found["best"]
+        begun = found["step"], found["sums"].to(device) * (rank == 0)
         start -= found["seconds"]
         if rank == 0:
-            print(f"resuming {part} after epoch {epoch}")
-    check_same_epoch(epoch, out, world, device)
+            print(f"resuming {part} after epoch {epoch}" + f" and {begun[0]} batches" * (begun[0] > 0))
+    check_same_checkpoint(epoch, begun[0], out, world, device)
+
+    def save(epoch, step, sums):
+        if rank == 0:
+            save_checkpoint(part, **state(), optimizer=optimizer.state_dict(), epoch=epoch, step=step, sums=sums.cpu(), log=log,
+                            best=best, config=config, seconds=time.time() - start)
 
     out.mkdir(parents=True, exist_ok=True)
     masked = target = None
@@ -435,22 +451,22 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
                 masked, target = encoder.mask_tokens(tokens["train"], drawing)
                 masked = encoder.cache(masked)
             epoch += 1
-            ce, mlm = train_epoch(encoder, classifier, optimizer, hidden["train"], masked, target, label, args, epoch,
-                                  rank, world)
-            check_weights(optimizer, f"epoch {epoch}")
+            for step, sums in train_epoch(encoder, classifier, optimizer, hidden["train"], masked, target, label, args, epoch,
+                                          *begun, rank, world):
+                check_weights(optimizer, f"epoch {epoch}, step {step} of {steps}")
+                if step < steps:
+                    save(epoch - 1, step, sums)
+            ce, mlm = (sums / steps).tolist()
+            begun = 0, torch.zeros(2, device=device)
             z = unit_features("dev")
             judged = dev_result(z, classifier, dev_label, args.temperature) if rank == 0 else (0.0, 0.0)  # one for all
             loss, accuracy = sum_over_ranks(torch.tensor(judged, dtype=torch.float64, device=device)).tolist()
             log.append({"epoch": epoch, "ce": ce, "mlm": mlm, "dev_loss": loss, "dev_accuracy": accuracy})
             better = best["epoch"] == 0 or not tells or (
                 loss < best["dev_loss"] if args.select == "loss" else accuracy > best["dev_accuracy"])
-            now = state()
             if better:
-                best = {**now, **log[-1]}
-            if rank > 0:
-                continue
-            save_checkpoint(part, **now, optimizer=optimizer.state_dict(), epoch=epoch, log=log, best=best, config=config,
-                            seconds=time.time() - start)
+                best = {**state(), **log[-1]}
+            save(epoch, *begun)
             bar.update()
             bar.set_postfix(dev=f"{accuracy:.2f}", best=f"{best['dev_accuracy']:.2f}")
     if rank > 0:

@@ -49,7 +49,8 @@ from make_lt_data import (
 )
 from metrics import cluster_metrics
 from pretrain import (
-    check_same_epoch,
+    SAVE_STEPS,
+    check_same_checkpoint,
     check_weights,
     commit,
     gather_rows,
@@ -195,20 +196,24 @@ def batch_loss(encoder, head, hidden, view, rows, pseudo_label, confidence, clea
     return args.omega * contrastive + (1 - args.omega) * ce, float(contrastive.detach()), float(ce.detach())
 
 
-def train_epoch(encoder, head, optimizer, schedule, hidden, view, pseudo_label, confidence, clean, steps, args, epoch,
-                rank, world):
-    """`steps` batches over this process's rows. Returns the epoch's mean contrastive and cross-entropy loss."""
-    generator = seed_epoch(args.seed, epoch, rank)
+def train_epoch(encoder, head, optimizer, schedule, hidden, view, pseudo_label, confidence, clean, steps, args, epoch, step,
+                sums, rank, world):
+    """`steps` batches over this process's rows, from behind the first `step` on.
+
+    Yields (step, sums) as pretrain.py's train_epoch does, of the contrastive and the cross-entropy loss.
+    """
+    done, generator = step, seed_epoch(args.seed, epoch, rank, step)
     generator.manual_seed(generator.initial_seed() + 104729 * rank)  # or rows p and p + 1 would meet in every batch
     encoder.train()
-    sums = torch.zeros(2)
-    for step, rows in enumerate(torch.randperm(len(hidden), generator=generator).to(encoder.device).tensor_split(steps), 1):
+    batches = torch.randperm(len(hidden), generator=generator).to(encoder.device).tensor_split(steps)
+    for step, rows in enumerate(batches[done:], done + 1):
         loss, contrastive, ce = batch_loss(encoder, head, hidden, view, rows, pseudo_label, confidence, clean, args)
         joint_step(loss, optimizer, f"epoch {epoch}, step {step} of {steps}", rank + world * rows)
         schedule.step()
-        sums += torch.tensor([contrastive, ce])
-    contrastive, ce = (sum_over_ranks(sums.to(encoder.device)) / steps).tolist()
-    return {"contrastive": contrastive, "ce": ce}
+        sums = sums + torch.tensor([contrastive, ce])
+        if step % SAVE_STEPS == 0 or step == steps:
+            yield step, sum_over_ranks(sums.to(encoder.device, copy=True)).cpu()
+            seed_epoch(args.seed, epoch, rank, step)
 
 
 def versions():
@@ -455,10 +460,10 @@ def find_checkpoint(out, config, restart, rank, world, device):
     found = load_checkpoint(out / "last.pt")
     if found and not same_config(found["config"], config, out / "last.pt", restart):
         found = None
-    epoch = found["epoch"] if found else 0
-    check_same_epoch(epoch, out, world, device)
+    epoch, step = (found["epoch"], found["step"]) if found else (0, 0)
+    check_same_checkpoint(epoch, step, out, world, device)
     if rank == 0 and found:
-        print(f"resuming {out}/last.pt after epoch {epoch}")
+        print(f"resuming {out}/last.pt after epoch {epoch}" + f" and {step} batches" * (step > 0))
     elif rank == 0:
         for name in ("results.json", "clusters.csv", "train_row.npy", "report.html"):  # assignments.csv may hold work of a user
             (out / name).unlink(missing_ok=True)
@@ -479,14 +484,15 @@ def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, s
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: 0.5 + 0.5 * math.cos(math.pi * step / (steps * epochs)))
     lambda2 = lambda2_of(args)
-    start, epoch, log, view = time.time(), 0, [], None
+    start, epoch, begun, log, view = time.time(), 0, (0, torch.zeros(2)), [], None
     potential, marginal = None, torch.full((K,), 1 / K, dtype=torch.float64, device=encoder.device)
     if found:
         load_trained_layers(encoder, found)
         optimizer.load_state_dict(found["optimizer"])
         schedule.load_state_dict(found["schedule"])
-        epoch, log = found["epoch"], found["log"]
+        epoch, log, begun = found["epoch"], found["log"], (found["step"], found["sums"] * (rank == 0))
         potential, marginal = found["potential"].to(encoder.device), found["marginal"].to(encoder.device)
+        assigned, solved = [x.to(encoder.device) for x in found["assigned"]], found["solved"]
 
     def assign():
         z = normalize(encoder.all_features(hidden["train"]), dim=1)
@@ -498,34 +504,46 @@ def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, s
         confidence = log_p.gather(1, pseudo_label[:, None])[:, 0].exp()
         return pseudo_label, torch.where(own_label >= 0, 1.0, confidence), result._replace(plan=None), following
 
+    def save(epoch, step, sums):
+        if rank == 0:
+            save_checkpoint(out / "last.pt", trained_layers=trained_state(encoder.trained_layers), trunk=encoder.fingerprint,
+                            head=head.detach().cpu(), optimizer=optimizer.state_dict(), schedule=schedule.state_dict(),
+                            epoch=epoch, step=step, sums=sums, log=log, assigned=[x.cpu() for x in assigned], solved=solved,
+                            potential=potential.cpu(), marginal=marginal.cpu(), config=config,
+                            seconds=seconds | {"train": seconds.get("train", 0.0) + time.time() - start})
+
     with tqdm(total=epochs, initial=epoch, desc="training", disable=rank > 0 or not sys.stderr.isatty()) as bar:
         while epoch < epochs:
-            pseudo_label, confidence, transport, marginal = assign()
-            potential = transport.potential
-            everyone = gather_rows(pseudo_label, N), gather_rows(confidence, N)
-            clean = select_clean(*everyone, transport.beta, args.rho, args.tau_g, not args.no_dr, not args.no_qr, labelled)
+            if begun[0] == 0:  # a checkpoint from within an epoch has what the epoch began with
+                pseudo_label, confidence, transport, marginal = assign()
+                potential = transport.potential
+                assigned = gather_rows(pseudo_label, N), gather_rows(confidence, N), transport.beta
+                solved = {"rot_iterations": transport.n_iter, "rot_residual": transport.residual}
+            pseudo_label, confidence, beta = assigned  # of all processes' rows
+            clean = select_clean(*assigned, args.rho, args.tau_g, not args.no_dr, not args.no_qr, labelled)
             if view is None or epoch % args.view_epochs == 0:
                 view = None  # two of them need not be held at once
                 drawing = torch.Generator().manual_seed(7919 * (epoch // args.view_epochs + 1) + 104729 * args.seed + rank)
                 view = encoder.cache(encoder.replace_tokens(tokens["train"], args.replace_rate, drawing))
+            own = (x[rank::world] for x in (pseudo_label, confidence, clean))
             epoch += 1
-            losses = train_epoch(encoder, head, optimizer, schedule, hidden["train"], view, pseudo_label, confidence,
-                                 clean[rank::world], steps, args, epoch, rank, world)
-            check_weights(optimizer, f"epoch {epoch}")
+            for step, sums in train_epoch(encoder, head, optimizer, schedule, hidden["train"], view, *own, steps, args, epoch,
+                                          *begun, rank, world):
+                check_weights(optimizer, f"epoch {epoch}, step {step} of {steps}")
+                if step < steps:
+                    save(epoch - 1, step, sums)
+            contrastive, ce = (sums / steps).tolist()
+            begun = 0, torch.zeros(2)
             predicted = (encoder.all_features(hidden["dev"]) @ normalize(head.detach(), dim=1).T).argmax(1)
             right = int(sum_over_ranks((predicted == label["dev"][rank::world]).sum()))
             if rank > 0:
                 continue
-            log.append({"epoch": epoch, **losses, "clean": float(clean.float().mean()), "confidence": float(everyone[1].mean()),
-                        "rot_iterations": transport.n_iter, "rot_residual": transport.residual,
-                        "beta_max": float(transport.beta.max()), "beta_min": float(transport.beta.min()),
+            log.append({"epoch": epoch, "contrastive": contrastive, "ce": ce, "clean": float(clean.float().mean()),
+                        "confidence": float(confidence.mean()), **solved,
+                        "beta_max": float(beta.max()), "beta_min": float(beta.min()),
                         "dev_accuracy": 100 * right / len(label["dev"]) if len(label["dev"]) else None})
             write_atomic(out / "log.jsonl", "".join(json.dumps(line) + "\n" for line in log))
-            save_checkpoint(out / "last.pt", trained_layers=trained_state(encoder.trained_layers), trunk=encoder.fingerprint,
-                            head=head.detach().cpu(),
-                            optimizer=optimizer.state_dict(), schedule=schedule.state_dict(), epoch=epoch, log=log,
-                            potential=potential.cpu(), marginal=marginal.cpu(), config=config,
-                            seconds=seconds | {"train": seconds.get("train", 0.0) + time.time() - start})
+            save(epoch, *begun)
             bar.update()
             bar.set_postfix(dev=f"{right / max(1, len(label['dev'])):.1%}", clean=f"{log[-1]['clean']:.2f}")
     return epoch, assign

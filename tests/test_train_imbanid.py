@@ -494,9 +494,9 @@ def test_a_pre_training_made_anew_is_not_taken_for_the_one_before(tiny_run, tmp_
 
 
 def test_a_run_killed_at_five_random_moments_ends_the_same(tiny_run):
-    """Before the first epoch is saved, at three random moments of training, and after the last epoch."""
-    task = tiny_run[0]
-    flags = ("--epochs", 60)
+    """Before anything is saved, within the first epoch, at two random moments of training, and after the last epoch."""
+    task, epochs = tiny_run[0], 12
+    flags = ("--epochs", epochs, "--max_steps", 5000, "--batch_size", 2)  # an epoch has more than SAVE_STEPS batches
     _, unbroken = train(task, *flags, "--tag", "unbroken")
     broken = unbroken.with_name("demo_g4_s0_broken")
     words = ["train_imbanid.py", *task, *TINY_TRAIN, *flags, "--tag", "broken"]
@@ -505,21 +505,25 @@ def test_a_run_killed_at_five_random_moments_ends_the_same(tiny_run):
     def reached(kill, before):
         if kill == 0:
             return broken.exists()
-        return log.read_text().count("\n") == 60 if kill == 4 else last.exists() and last.stat().st_mtime_ns > before
+        if kill == 4:
+            return log.exists() and log.read_text().count("\n") == epochs
+        return last.exists() and last.stat().st_mtime_ns > before
 
     for kill in range(5):
         before = last.stat().st_mtime_ns if last.exists() else 0
         process = Started([REPO / words[0], *words[1:]])
         while process.poll() is None and not reached(kill, before):
             time.sleep(0.001)
-        time.sleep(moment.random() * (0.2 if 0 < kill < 4 else 0.02))
+        time.sleep(moment.random() * (0.2 if 1 < kill < 4 else 0.02))
         kills += process.poll() is None
         process.kill()
         process.finish()
-        assert kill > 0 or not last.exists(), "killed too late to be before the first epoch's end"
+        assert kill > 0 or not last.exists(), "killed too late to be before what is saved first"
+        assert kill != 1 or pretrain.load_checkpoint(last)["step"] > 0, "killed too late to be within an epoch"
     assert kills >= 4 and not (broken / "results.json").exists(), "the run is too short for this test"
     assert "resuming" in script(*words).stdout
-    for name in ("test_pred.npy", "pseudo_label.npy", "test_feature.npy", "train_feature.npy", "confidence.npy", "beta.npy"):
+    for name in ("test_pred.npy", "pseudo_label.npy", "test_feature.npy", "train_feature.npy", "confidence.npy", "beta.npy",
+                 "log.jsonl"):
         assert (broken / name).read_bytes() == (unbroken / name).read_bytes(), name
     ends = [json.loads((p / "results.json").read_text()) for p in (broken, unbroken)]
     for end in ends:
@@ -539,7 +543,7 @@ def test_ctrl_c_and_sigterm_say_how_to_go_on(tiny_run, tiny_encoder, tmp_path, s
     else:
         flags = (*task, *TINY_TRAIN, "--epochs", 40, "--tag", f"sent{nproc}")
         saved = folder / f"out/demo_g4_s0_sent{nproc}/last.pt"
-    said = f"{stage}: stopped; the same command goes on from the last finished epoch"
+    said = f"{stage}: stopped; the same command goes on from the last checkpoint"
     process = started_until(saved, torchrun(stage, *flags) if nproc > 1 else Started([REPO / stage, *flags]))
     process.send_signal(sent)
     if nproc > 1:
@@ -583,34 +587,38 @@ def children(pid):
 def test_a_killed_rank_ends_the_job_or_restarts_it(tiny_run, tiny_encoder, tmp_path, stage, restarts):
     task, folder = tiny_run
     if stage == "pretrain.py":
-        flags, out = (*TINY_PRETRAIN, "--epochs", 15, "--encoder", tiny_encoder, "--out_dir", tmp_path), tmp_path / "demo_g4_s0"
+        flags, out = (*TINY_PRETRAIN, "--encoder", tiny_encoder, "--out_dir", tmp_path), tmp_path / "demo_g4_s0"
         saved, finished = out / "pretrain_part.pt", out / "pretrain.pt"
     else:
-        flags, out = (*TINY_TRAIN, "--epochs", 15, "--tag", f"rank{restarts}"), folder / f"out/demo_g4_s0_rank{restarts}"
+        flags, out = (*TINY_TRAIN, "--tag", f"rank{restarts}"), folder / f"out/demo_g4_s0_rank{restarts}"
         saved, finished = out / "last.pt", out / "results.json"
+    flags = (*flags, "--epochs", 4, "--batch_size", 2)  # what is saved first is within an epoch
     process = started_until(saved, torchrun(stage, *task, *flags, restarts=restarts))
     rank = f"RANK={1 if restarts else 0}"  # 0 is the one that speaks for all
     environ = {pid: Path(f"/proc/{pid}/environ").read_text().split("\0") for pid in children(process.pid)}
     os.kill(next(pid for pid in environ if rank in environ[pid]), signal.SIGKILL)
     said, errors = process.communicate(timeout=PATIENCE)
     if restarts:
-        assert process.returncode == 0 and "resuming" in said and finished.exists(), errors
+        assert process.returncode == 0 and "after epoch 0 and" in said and finished.exists(), errors
     else:
-        assert process.returncode != 0 and "the same command goes on from the last finished epoch" in errors, errors
-        assert "resuming" in script(stage, *task, *flags, nproc=2).stdout and finished.exists()
+        assert process.returncode != 0 and "the same command goes on from the last checkpoint" in errors, errors
+        assert "after epoch 0 and" in script(stage, *task, *flags, nproc=2).stdout and finished.exists()
 
 
 def test_a_killed_pre_training_goes_on_and_ends_the_same(tiny_run, tiny_encoder, tmp_path):
     ends = []
     for name in ("unbroken", "broken"):
-        words = (*tiny_run[0][:-1], tmp_path / name, "--encoder", tiny_encoder, *TINY_PRETRAIN, "--epochs", 30)
+        words = (*tiny_run[0][:-1], tmp_path / name, "--encoder", tiny_encoder, *TINY_PRETRAIN, "--epochs", 8)
+        words += ("--batch_size", 2)  # more than SAVE_STEPS batches an epoch
+        part = tmp_path / name / "demo_g4_s0/pretrain_part.pt"
         if name == "broken":
-            process = started_until(tmp_path / name / "demo_g4_s0/pretrain_part.pt", Started([REPO / "pretrain.py", *words]))
+            process = started_until(part, Started([REPO / "pretrain.py", *words]))
             process.kill()
             process.finish()
+            assert pretrain.load_checkpoint(part)["step"] > 0, "killed too late to be within an epoch"
         assert ("resuming" in script("pretrain.py", *words).stdout) == (name == "broken")
         ends.append(torch.load(tmp_path / name / "demo_g4_s0/pretrain.pt", weights_only=True))
-        assert not (tmp_path / name / "demo_g4_s0/pretrain_part.pt").exists()
+        assert not part.exists()
     assert ends[0]["log"] == ends[1]["log"] and ends[0]["epoch"] == ends[1]["epoch"]
     one, other = (end["trained_layers"] | end["mlm_head"] | {"": end["classifier"]} for end in ends)
     assert all(torch.equal(one[name], other[name]) for name in one.keys() | other.keys())
