@@ -423,7 +423,8 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
     steps = math.ceil(N / args.batch_size)
     epochs = min(args.epochs, math.ceil(args.max_steps / steps))
     tells = len(dev_label) and meta["num_known"] > 1  # with one known class every dev loss is 0
-    epoch, begun, log, best = 0, (0, torch.zeros(2, device=device)), [], {"epoch": 0}
+    epoch, log, best = 0, [], {"epoch": 0}
+    begun = 0, torch.zeros(2, device=device)  # batches of the next epoch that are done already, and the sums of their losses
     found = load_checkpoint(part)
     if found and same_config(found["config"], config, part, args.restart):
         load_trained_layers(encoder, found)

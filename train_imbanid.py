@@ -484,7 +484,8 @@ def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, s
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: 0.5 + 0.5 * math.cos(math.pi * step / (steps * epochs)))
     lambda2 = lambda2_of(args)
-    start, epoch, begun, log, view = time.time(), 0, (0, torch.zeros(2)), [], None
+    start, epoch, log, view = time.time(), 0, [], None
+    begun = 0, torch.zeros(2)  # batches of the next epoch that are done already, and the sums of their losses
     potential, marginal = None, torch.full((K,), 1 / K, dtype=torch.float64, device=encoder.device)
     if found:
         load_trained_layers(encoder, found)
