@@ -445,7 +445,8 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
 
     out.mkdir(parents=True, exist_ok=True)
     masked = target = None
-    with tqdm(total=epochs, initial=epoch, desc="pre-training", disable=rank > 0 or not sys.stderr.isatty()) as bar:
+    with tqdm(total=steps * epochs, initial=steps * epoch + begun[0], desc="pre-training", unit="batch",
+              disable=rank > 0 or not sys.stderr.isatty()) as bar:
         while epoch < epochs and epoch - best["epoch"] < args.patience:
             if not args.no_mlm and (masked is None or epoch % args.mask_epochs == 0):
                 drawing = torch.Generator().manual_seed(args.seed + 7919 * (epoch // args.mask_epochs + 1) + 104729 * rank)
@@ -455,6 +456,7 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
             for step, sums in train_epoch(encoder, classifier, optimizer, hidden["train"], masked, target, label, args, epoch,
                                           *begun, rank, world):
                 check_weights(optimizer, f"epoch {epoch}, step {step} of {steps}")
+                bar.update(steps * (epoch - 1) + step - bar.n)
                 if step < steps:
                     save(epoch - 1, step, sums)
             ce, mlm = (sums / steps).tolist()
@@ -468,8 +470,7 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
             if better:
                 best = {**state(), **log[-1]}
             save(epoch, *begun)
-            bar.update()
-            bar.set_postfix(dev=f"{accuracy:.2f}", best=f"{best['dev_accuracy']:.2f}")
+            bar.set_postfix(epoch=epoch, dev=f"{accuracy:.2f}", best=f"{best['dev_accuracy']:.2f}")
     if rank > 0:
         return
     seconds = time.time() - start

@@ -513,7 +513,8 @@ def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, s
                             potential=potential.cpu(), marginal=marginal.cpu(), config=config,
                             seconds=seconds | {"train": seconds.get("train", 0.0) + time.time() - start})
 
-    with tqdm(total=epochs, initial=epoch, desc="training", disable=rank > 0 or not sys.stderr.isatty()) as bar:
+    with tqdm(total=steps * epochs, initial=steps * epoch + begun[0], desc="training", unit="batch",
+              disable=rank > 0 or not sys.stderr.isatty()) as bar:
         while epoch < epochs:
             if begun[0] == 0:  # a checkpoint from within an epoch has what the epoch began with
                 pseudo_label, confidence, transport, marginal = assign()
@@ -531,6 +532,7 @@ def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, s
             for step, sums in train_epoch(encoder, head, optimizer, schedule, hidden["train"], view, *own, steps, args, epoch,
                                           *begun, rank, world):
                 check_weights(optimizer, f"epoch {epoch}, step {step} of {steps}")
+                bar.update(steps * (epoch - 1) + step - bar.n)
                 if step < steps:
                     save(epoch - 1, step, sums)
             contrastive, ce = (sums / steps).tolist()
@@ -545,8 +547,7 @@ def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, s
                         "dev_accuracy": 100 * right / len(label["dev"]) if len(label["dev"]) else None})
             write_atomic(out / "log.jsonl", "".join(json.dumps(line) + "\n" for line in log))
             save(epoch, *begun)
-            bar.update()
-            bar.set_postfix(dev=f"{right / max(1, len(label['dev'])):.1%}", clean=f"{log[-1]['clean']:.2f}")
+            bar.set_postfix(epoch=epoch, dev=f"{right / max(1, len(label['dev'])):.1%}", clean=f"{log[-1]['clean']:.2f}")
     return epoch, assign
 
 
