@@ -204,7 +204,7 @@ def train(run, stage, heads, batch_loss, *, epochs, batch_size, lr, rows=None, b
     """Train the trained layers and heads for one stage of a method, in out/<run>_<method>/<stage>.pt; resumes a killed stage.
 
     heads: {name: nn.Module}. rows: int64, the training rows of an epoch (all of them). An epoch is begin_epoch(memory, step),
-    which may train on more_steps other losses, step(loss), and returns True when the method has converged, then
+    which may train on more_steps other losses, step(loss, rows), and returns True when the method has converged, then
     batch_loss(rows, memory) for shuffled batches. memory is a dict of tensors and numbers that the checkpoint holds, with
     the number of the "epoch", from 1 on. AdamW with the schedule of lr_share. With judge(memory), the epoch with the least
     value is what is kept (judge_start: or the state before the first), and `patience` epochs without a better one end the
@@ -218,13 +218,14 @@ def train(run, stage, heads, batch_loss, *, epochs, batch_size, lr, rows=None, b
     total = (math.ceil(len(rows) / batch_size) + more_steps) * epochs
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_share(step, total, bias_correction))
 
-    def step(loss):
-        if not torch.isfinite(loss):
-            raise UserError(f"the loss is {loss.item()} in epoch {memory['epoch']} of {stage}: try a smaller --lr or --dtype "
-                            "float32; finished epochs are saved")
+    def step(loss, rows):
         optimizer.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(parameters, 1.0)
+        if not torch.isfinite(nn.utils.clip_grad_norm_(parameters, 1.0)):
+            number, rate = schedule.last_epoch + 1, schedule.get_last_lr()[0]
+            where = f"step {number} of {stage} (epoch {memory['epoch']}), at lr {rate:.1e}"
+            raise UserError(f"the loss is {loss.item()} or a gradient not finite in {where}: try a smaller --lr or --dtype "
+                            f"float32; finished epochs are saved. Training rows of the batch: {sorted(rows.tolist())}")
         optimizer.step()
         schedule.step()
         return float(loss.detach())
@@ -258,7 +259,7 @@ def train(run, stage, heads, batch_loss, *, epochs, batch_size, lr, rows=None, b
             epoch += 1
             modules.train()
             order = rows[torch.randperm(len(rows), generator=generator).to(run.device)]
-            losses = [step(batch_loss(part, memory)) for part in order.split(batch_size)]
+            losses = [step(batch_loss(part, memory), part) for part in order.split(batch_size)]
             check_weights(optimizer, f"epoch {epoch} of {stage}")
             modules.eval()
             value = judge(memory) if judge else -epoch

@@ -86,7 +86,8 @@ def main(args):
         dense.train()
         encoder.train()
         for rows in run.labelled[torch.randperm(len(run.labelled)).to(run.device)].split(args.batch_size):
-            step(supervised_contrast(two_views(rows, contrast, run.hidden["train"], run.hidden["train"])[1], label[rows], tau))
+            z = two_views(rows, contrast, run.hidden["train"], run.hidden["train"])[1]
+            step(supervised_contrast(z, label[rows], tau), rows)
         dense.eval()
         encoder.eval()
         before = memory.get("pseudo_label")

@@ -283,9 +283,9 @@ def test_usnids_losses(tiny_flags, monkeypatch):
 
     heads, batch_loss, more = found["last"]
     memory, steps = {"epoch": 1}, []
-    assert not more["begin_epoch"](memory, lambda loss: steps.append(float(loss.detach())))
+    assert not more["begin_epoch"](memory, lambda loss, rows: steps.append(float(loss.detach())))
     assert len(steps) == more["more_steps"] == -(-len(run.labelled) // 64) and min(steps) > 0
-    assert more["begin_epoch"](memory, lambda loss: None), "the same clusters again: it has converged"
+    assert more["begin_epoch"](memory, lambda loss, rows: None), "the same clusters again: it has converged"
     views = [run.view(1, erase_tokens(run.encoder), 0.4, 2, copy) for copy in (0, 1)]
     z = heads["dense"](torch.stack([features(run, ROWS, view) for view in views], 1))
     y = memory["pseudo_label"][ROWS]
@@ -450,9 +450,18 @@ def test_pre_training_of_its_own(tiny_flags, tmp_path):
 def test_weights_that_ran_away_are_not_saved(tiny_flags, monkeypatch):
     """A step that leaves finite losses and useless weights ends in one line, before k-means or a checkpoint sees them."""
     monkeypatch.setattr(shared, "lr_share", lambda *_: 1e30)
-    with pytest.raises(shared.UserError, match="a weight of|the loss is"):
+    with pytest.raises(shared.UserError, match="a weight of|or a gradient not finite"):
         method("gcd", **{**tiny_flags, "batch_size": 100000}, tag="away")
     assert not (shared.Path(tiny_flags["out_dir"]) / "demo_g4_s0_gcd_away/last.pt").exists()
+
+
+@pytest.mark.parametrize("value, loss", [("nan", lambda total: total * np.nan), ("-?0.0", lambda total: (0 * total) ** 0.5)])
+def test_a_gradient_that_is_not_finite(tiny_flags, monkeypatch, value, loss):
+    """It ends the run with the step, the learning rate and the batch's rows, before a step is taken with it."""
+    monkeypatch.setattr("baselines.clnn.neighbour_loss", lambda z, *_: loss(z.sum()))
+    with pytest.raises(shared.UserError, match=rf"loss is {value} .* step 1 of last \(epoch 1\), at lr \d.*batch: \[\d+, \d+"):
+        method("clnn", **tiny_flags, tag="nan")
+    assert not (shared.Path(tiny_flags["out_dir"]) / "demo_g4_s0_clnn_nan/last.pt").exists()
 
 
 def test_bad_flags_end_in_one_line(tiny_flags, tiny_run):
