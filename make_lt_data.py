@@ -31,6 +31,7 @@ import shlex
 import shutil
 import signal
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections import Counter
@@ -83,6 +84,8 @@ PAPER_COUNTS = {("clinc", 3): (868, 9995), ("clinc", 5): (719, 8164), ("clinc", 
                 ("stackoverflow", 3): (830, 10140), ("stackoverflow", 5): (686, 8350), ("stackoverflow", 10): (510, 6669)}
 SPLITS = ("train", "dev", "test")
 TASK = ("dataset", "gamma", "seed", "known_ratio", "labeled_ratio")  # what tells one benchmark task from another, for run_name
+MOST = 1e18  # of a flag's number: above it 64-bit integers and float32 end
+NO_MEMORY = "out of memory|t allocate memory"  # torch says it by a RuntimeError
 TABLES = (".csv", ".tsv", ".jsonl", ".json")
 TEXT_NAMES = ("text", "utterance", "message", "query", "question", "sentence", "body", "content", "input", "description")
 LABEL_NAMES = ("label", "intent", "category", "class", "topic", "tag", "target")
@@ -146,7 +149,10 @@ def run_script(main, Args=None):
     except UserError as err:
         message, every = str(err), isinstance(err, ThisProcessError)
     except BrokenPipeError:  # `| head` has read enough
-        os._exit(0)
+        if hasattr(Args, "restart"):
+            print(f"{Path(sys.argv[0]).name}: stopped, since its standard output was closed; the same command goes on from the "
+                  "last checkpoint", file=sys.stderr)
+        os._exit(2 if hasattr(Args, "restart") else 0)
     except OSError as err:
         # None is numpy's short write; the rest are disks that are full and paths that are not what they should be.
         if err.errno not in (None, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS, errno.ENOTDIR,
@@ -154,20 +160,25 @@ def run_script(main, Args=None):
             raise
         message = f"cannot use {err.filename or 'the output folder'}: {err.strerror or err}; nothing was left half-written"
         every = True
-    except (RuntimeError, MemoryError) as err:  # torch says it by a RuntimeError
-        if isinstance(err, RuntimeError) and not re.search("out of memory|t allocate memory", str(err)):
+    except (RuntimeError, MemoryError) as err:
+        if isinstance(err, RuntimeError) and not re.search(NO_MEMORY, str(err)):
             raise
         slower = " or, on a GPU, --no_cache" if hasattr(Args, "no_cache") else ""
         message = (f"out of memory ({(str(err).strip().splitlines() or ['numpy'])[0][:150]}): free some, or pass a smaller "
                    f"--batch_size{slower}; finished epochs are saved")
         every = True
     except KeyboardInterrupt as err:
-        every = bool(err.args)
+        every = True
+        if not err.args and not first_process():  # Ctrl-C reaches them all
+            os._exit(2)
         message = "stopped" + ("; the same command goes on from the last checkpoint" if hasattr(Args, "restart") else "")
     else:
         return
-    if every or first_process():
-        print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
+    if not every and not first_process():  # torchrun ends the others when one has ended, and the first has yet to say it
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: os._exit(2))
+        time.sleep(20)  # after that it is this process's alone
+    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:  # nccl and gloo would wait for the others, or add lines of their own
         sys.stdout.flush()
         sys.stderr.flush()
@@ -177,14 +188,14 @@ def run_script(main, Args=None):
 
 def check_positive(args, *flags):
     for flag in flags:
-        if not 0 < getattr(args, flag) < math.inf:
-            raise UserError(f"--{flag} {getattr(args, flag)} must be a number above 0")
+        if not 0 < getattr(args, flag) < MOST:
+            raise UserError(f"--{flag} {getattr(args, flag)} must be a number above 0 and below {MOST:g}")
 
 
 def check_zero_or_more(args, *flags):
     for flag in flags:
-        if not 0 <= getattr(args, flag) < math.inf:
-            raise UserError(f"--{flag} {getattr(args, flag)} must be 0 or more")
+        if not 0 <= getattr(args, flag) < MOST:
+            raise UserError(f"--{flag} {getattr(args, flag)} must be 0 or more and below {MOST:g}")
 
 
 def check_shares(args, *flags):
@@ -233,6 +244,10 @@ def write_atomic(path, content):
             f.flush()
             os.fsync(f.fileno())
         os.replace(part, path)
+    except FileNotFoundError:
+        if path.parent.exists():
+            raise
+        raise UserError(f"cannot write {path}: there is no folder {path.parent}/ any more") from None
     finally:
         part.unlink(missing_ok=True)
 

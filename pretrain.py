@@ -11,13 +11,17 @@ L_p = cross-entropy on the labelled rows + masked language modelling on all rows
 (--trained_layers: more) and the heads train. The best epoch on dev, which holds known classes only, is kept.
 """
 import datetime
+import errno
 import hashlib
 import math
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
 import uuid
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -28,7 +32,16 @@ from torch.nn.functional import cross_entropy, normalize
 from tqdm import tqdm
 
 from encoder import Encoder, pick_dtype, weights_sha256
-from make_lt_data import ThisProcessError, UserError, check_positive, first_process, open_run, run_script, write_atomic
+from make_lt_data import (
+    NO_MEMORY,
+    ThisProcessError,
+    UserError,
+    check_positive,
+    first_process,
+    open_run,
+    run_script,
+    write_atomic,
+)
 from seeding import class_means
 
 LIMIT = datetime.timedelta(hours=2)  # that processes wait for one another: process 0 seeds a large corpus meanwhile
@@ -88,9 +101,10 @@ def load_checkpoint(path):
         return None
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except (PermissionError, MemoryError):
-        raise
-    except Exception as err:
+    except Exception as err:  # a damaged file comes as an error of many kinds, one of them the system's for a bad seek
+        system = isinstance(err, OSError) and err.errno != errno.EINVAL
+        if system or isinstance(err, MemoryError) or re.search(NO_MEMORY, str(err)):
+            raise
         reason = str(err).strip().split("\n")[0]
         raise UserError(f"{path} is damaged ({reason[:80]}): delete it and run the same command again") from None
 
@@ -108,6 +122,20 @@ def commit():
     return said.stdout.strip()
 
 
+@contextmanager
+def signals_held():
+    """Ctrl-C and SIGTERM wait until the block is done: torch's zip writer would make an error of its own of them."""
+    came = []
+    before = {which: signal.signal(which, lambda number, _: came.append(number)) for which in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in came[:1]:
+            signal.raise_signal(number)
+
+
 def save_checkpoint(path, **state):
     def write(file):
         try:
@@ -115,7 +143,8 @@ def save_checkpoint(path, **state):
         except RuntimeError as err:  # its zip writer hides a full disk behind one of its own
             raise err.__context__ if isinstance(err.__context__, OSError) else err from None
 
-    write_atomic(path, write)
+    with signals_held():
+        write_atomic(path, write)
 
 
 def open_pretrained(path, data):
@@ -189,6 +218,9 @@ def start_processes(device):
     world = int(os.environ.get("WORLD_SIZE", 1))
     if world == 1:
         return 0, 1, device
+    if not os.environ.keys() >= {"RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}:
+        raise UserError(f"WORLD_SIZE is {world}, but nothing else says that torchrun started this: start it with torchrun, or "
+                        "unset WORLD_SIZE")
     if device.type == "cuda":
         if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > torch.cuda.device_count():
             raise UserError(f"{os.environ['LOCAL_WORLD_SIZE']} processes for {torch.cuda.device_count()} visible GPUs: start "
@@ -299,7 +331,7 @@ def check_weights(optimizer, where):
     """UserError where the last step has driven weights so far that they say nothing: nobody wants to go on from there."""
     parameters = [p.detach() for group in optimizer.param_groups for p in group["params"] if p.numel()]
     largest = float(torch.stack([p.abs().max() for p in parameters]).max())  # Python's own max may pass over a nan
-    if not largest < 1e6:
+    if not largest < 1e4:
         raise UserError(f"a weight of {largest:.0e} after {where}: try a smaller --lr or --dtype float32; the last "
                         "checkpoint is from before")
 

@@ -238,7 +238,8 @@ def read_finished(out, config, restart):
     path = out / "results.json"
     try:
         results = json.loads(path.read_text()) if path.exists() else None
-    except ValueError:
+        results and (results["method"], results["config"])
+    except (ValueError, TypeError, KeyError):
         raise UserError(f"{path} is damaged: delete it and run the same command again") from None
     if results and results["method"] != config.get("method", "imbanid"):
         raise UserError(f"{out}/ belongs to a run of {results['method']}: choose another --tag")
@@ -499,6 +500,9 @@ def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, s
         z = normalize(encoder.all_features(hidden["train"]), dim=1)
         centre, own_label = normalize(head.detach(), dim=1), label["train"][rank::world]
         log_p = (z @ centre.T / args.temperature).log_softmax(1)
+        if sum_over_ranks((~log_p.isfinite()).sum()[None]) > 0:
+            raise UserError(f"log P is not finite before epoch {epoch + 1}: try a smaller --lr, a larger --temperature or "
+                            "--dtype float32")
         result, following = ((kmeans_result(z, centre, N, rank), marginal) if args.pseudo_label == "kmeans" else
                              transport_plan(log_p, args, lambda2, potential, marginal))
         pseudo_label = torch.where(own_label >= 0, own_label, result.plan.argmax(1))  # labelled rows keep their labels

@@ -221,12 +221,13 @@ def train(run, stage, heads, batch_loss, *, epochs, batch_size, lr, rows=None, b
     def step(loss, rows):
         optimizer.zero_grad()
         loss.backward()
+        number, rate = schedule.last_epoch + 1, schedule.get_last_lr()[0]
         if not torch.isfinite(nn.utils.clip_grad_norm_(parameters, 1.0)):
-            number, rate = schedule.last_epoch + 1, schedule.get_last_lr()[0]
             where = f"step {number} of {stage} (epoch {memory['epoch']}), at lr {rate:.1e}"
             raise UserError(f"the loss is {loss.item()} or a gradient not finite in {where}: try a smaller --lr or --dtype "
                             f"float32; finished epochs are saved. Training rows of the batch: {sorted(rows.tolist())}")
         optimizer.step()
+        check_weights(optimizer, f"step {number} of {stage}")
         schedule.step()
         return float(loss.detach())
 
@@ -260,7 +261,6 @@ def train(run, stage, heads, batch_loss, *, epochs, batch_size, lr, rows=None, b
             modules.train()
             order = rows[torch.randperm(len(rows), generator=generator).to(run.device)]
             losses = [step(batch_loss(part, memory), part) for part in order.split(batch_size)]
-            check_weights(optimizer, f"epoch {epoch} of {stage}")
             modules.eval()
             value = judge(memory) if judge else -epoch
             log.append({"stage": stage, "epoch": epoch, "loss": sum(losses) / len(losses),

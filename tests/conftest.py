@@ -86,7 +86,13 @@ def ranks(words, nproc):
     late = time.time() + PATIENCE
     while any(one.poll() is None for one in started) and all(not one.poll() for one in started) and time.time() < late:
         time.sleep(0.01)
-    done = [one.finish(60) for one in started]  # where one has failed the others may have something to say, but not for hours
+    if any(one.poll() for one in started):  # torchrun ends the others then; these may have something to say before
+        late = time.time() + 3
+        while any(one.poll() is None for one in started) and time.time() < late:
+            time.sleep(0.01)
+        for one in started:
+            one.send_signal(signal.SIGTERM)
+    done = [one.finish(60) for one in started]
     return subprocess.CompletedProcess(words, max(abs(one.returncode) for one in done),
                                        "".join(one.stdout for one in done), "".join(one.stderr for one in done))
 

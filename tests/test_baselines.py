@@ -453,6 +453,8 @@ def test_weights_that_ran_away_are_not_saved(tiny_flags, monkeypatch):
     with pytest.raises(shared.UserError, match="a weight of|or a gradient not finite"):
         method("gcd", **{**tiny_flags, "batch_size": 100000}, tag="away")
     assert not (shared.Path(tiny_flags["out_dir"]) / "demo_g4_s0_gcd_away/last.pt").exists()
+    with pytest.raises(shared.UserError, match="a weight of"):  # within begin_epoch
+        method("usnid", **tiny_flags, pretrain_epochs=1, tag="away")
 
 
 @pytest.mark.parametrize("value, loss", [("nan", lambda total: total * np.nan), ("-?0.0", lambda total: (0 * total) ** 0.5)])

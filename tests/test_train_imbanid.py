@@ -1,5 +1,6 @@
 """The parts of pretrain.py and train_imbanid.py, and the real scripts on a tiny corpus with a tiny encoder."""
 import contextlib
+import errno
 import functools
 import json
 import math
@@ -22,7 +23,7 @@ from conftest import PATIENCE, REPO, TINY_PRETRAIN, TINY_TRAIN, Started, one_lin
 import pretrain
 import train_imbanid
 from encoder import Dropout, Encoder, Packed, attend, weights_sha256
-from make_lt_data import ThisProcessError, UserError, parse_args
+from make_lt_data import ThisProcessError, UserError, parse_args, write_atomic
 
 
 def train(task, *flags):
@@ -670,12 +671,13 @@ def test_a_finished_pre_training_is_skipped_and_one_of_other_settings_or_data_re
     (["--num_classes", "many"], ["num_classes"]), (["--pseudo_label", "uot"], ["uot"]), (["--tau", "0"], ["tau"]),
     (["--device", "tpu"], ["tpu"]), (["--dtype", "int8"], ["int8"]), (["--epochs", "0"], ["epochs"]),
     (["--what"], ["--what"]), (["--lambda2", "-1"], ["lambda2"]), (["--lambda1", "inf"], ["lambda1"]), (["--mu", "1"], ["mu"]),
-    (["--tag", "a/b"], ["tag"]), (["--tag", "gcd"], ["--tag gcd"])])
+    (["--tag", "a/b"], ["tag"]), (["--tag", "gcd"], ["--tag gcd"]), (["--lr", "1e39"], ["lr", "below 1e+18"]),
+    (["--label_weight", "1e39"], ["label_weight", "below 1e+18"]), (["--temperature", "1e-40"], ["log P", "--temperature"])])
 def test_bad_flags(tiny_run, flags, words):
     with pytest.raises(UserError) as said:
         train_imbanid.main(parse_args(train_imbanid.Args, [*map(str, tiny_run[0]), "--tag", "bad", *flags]))
     assert all(word in str(said.value) for word in words) and "\n" not in str(said.value)
-    assert not (tiny_run[1] / "out/demo_g4_s0_bad").exists()
+    assert not list((tiny_run[1] / "out").glob("demo_g4_s0_bad/*"))
 
 
 def test_a_damaged_or_missing_checkpoint(tiny_run, tmp_path):
@@ -686,6 +688,77 @@ def test_a_damaged_or_missing_checkpoint(tiny_run, tmp_path):
     whole = (folder / "out/demo_g4_s0/pretrain.pt").read_bytes()
     (tmp_path / "demo_g4_s0/pretrain.pt").write_bytes(whole[:len(whole) // 2])
     one_line_error(script("train_imbanid.py", *task, ok=False), "damaged")
+
+
+@pytest.mark.parametrize("cause", [RuntimeError("DefaultCPUAllocator: can't allocate memory"), OSError(errno.EIO, "I/O error")])
+def test_a_checkpoint_that_cannot_be_read_now_is_not_called_damaged(tmp_path, monkeypatch, cause):
+    def fail(*_, **__):
+        raise cause
+
+    (tmp_path / "last.pt").touch()
+    monkeypatch.setattr(torch, "load", fail)
+    with pytest.raises(type(cause)) as said:
+        pretrain.load_checkpoint(tmp_path / "last.pt")
+    assert said.value is cause
+
+
+@pytest.mark.parametrize("text", ["[1]", "{}", "{"])
+def test_a_damaged_results_file_is_said(tmp_path, text):
+    (tmp_path / "results.json").write_text(text)
+    with pytest.raises(UserError, match="damaged"):
+        train_imbanid.read_finished(tmp_path, {}, False)
+
+
+def test_a_folder_that_was_removed_is_said(tmp_path):
+    with pytest.raises(UserError, match="no folder"):
+        write_atomic(tmp_path / "gone/log.jsonl", "")
+
+
+def test_a_leftover_world_size_is_said(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="start it with torchrun, or unset WORLD_SIZE"):
+        pretrain.start_processes(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_within_a_checkpoint_waits_for_its_end(tmp_path, monkeypatch, sent):
+    def save(_, file):
+        file.write(b"one half, ")
+        signal.raise_signal(sent)
+        file.write(b"the other half")
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", save)
+    before = signal.signal(sent, stop)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            pretrain.save_checkpoint(tmp_path / "last.pt")
+        assert (tmp_path / "last.pt").read_bytes() == b"one half, the other half" and signal.getsignal(sent) is stop
+    finally:
+        signal.signal(sent, before)
+
+
+def test_under_torchrun_a_mistake_is_said_though_the_first_process_is_late(tmp_path):
+    """torchrun ends all processes when one has ended: one that does not speak must not end first."""
+    words = f"if [ $LOCAL_RANK = 0 ]; then sleep 2; fi; exec {sys.executable} {REPO}/train_imbanid.py --data_dir {tmp_path}"
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
+                           "--no-python", "bash", "-c", f"{words} --dataset demo --gamma 4"],
+                          capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode and done.stderr.count("train_imbanid.py: ") == 1 and "is missing" in done.stderr, done.stderr
+
+
+def test_a_training_whose_output_nobody_reads_does_not_end_as_if_it_were_done():
+    code = f"""import sys; sys.path.insert(0, {str(REPO)!r})
+import make_lt_data, pretrain
+make_lt_data.run_script(lambda _: print("one line", flush=True), eval(sys.argv.pop()))"""
+    for Args, expected in (("pretrain.Args", 2), ("None", 0)):
+        read, write = os.pipe()
+        os.close(read)
+        done = subprocess.run([sys.executable, "-c", code, Args], stdout=write, stderr=subprocess.PIPE, text=True)
+        os.close(write)
+        assert done.returncode == expected and ("closed" in done.stderr) == (expected == 2), done.stderr
 
 
 def test_an_encoder_whose_weights_were_exchanged(tiny_run, tiny_encoder, tmp_path):
