@@ -146,12 +146,13 @@ def run_script(main, Args=None):
     every = False  # whether all processes say it, or one for all
     try:
         main(parse_args(Args) if Args else sys.argv[1:])
+        flush_stdout()  # here, where an error still has a place
     except UserError as err:
         message, every = str(err), isinstance(err, ThisProcessError)
     except BrokenPipeError:  # `| head` has read enough
         if hasattr(Args, "restart"):
-            print(f"{Path(sys.argv[0]).name}: stopped, since its standard output was closed; the same command goes on from the "
-                  "last checkpoint", file=sys.stderr)
+            print(f"{Path(sys.argv[0]).name}: its standard output was closed; the same command goes on from the last "
+                  "checkpoint", file=sys.stderr)
         os._exit(2 if hasattr(Args, "restart") else 0)
     except OSError as err:
         # None is numpy's short write; the rest are disks that are full and paths that are not what they should be.
@@ -179,11 +180,19 @@ def run_script(main, Args=None):
             signal.signal(number, lambda *_: os._exit(2))
         time.sleep(20)  # after that it is this process's alone
     print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
+    sys.stderr.flush()
+    try:
+        flush_stdout()
+    except OSError:
+        os._exit(2)  # Python would try once more and exit with 120
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:  # nccl and gloo would wait for the others, or add lines of their own
-        sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(2)
     sys.exit(2)
+
+
+def flush_stdout():
+    if sys.stdout and not sys.stdout.closed:
+        sys.stdout.flush()
 
 
 def check_positive(args, *flags):

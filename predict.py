@@ -5,6 +5,7 @@ Reads   out/<run>/{last.pt,pseudo_label.npy,confidence.npy,train_feature.npy,res
 Writes  out/<run>/clusters.csv     a line a cluster: known label or proposed name, size, keywords, five typical texts
         out/<run>/assignments.csv  a line for every row of the table, in its order: cluster, name, confidence
         out/<run>/train_row.npy    the training row of each of these lines, -1 for a line without text
+        out/<run>/written_names.json  the clusters' names in assignments.csv as written, by which edits of it are seen
         or, with new texts, a table of them with their clusters: nothing in out/<run>/ changes then
 
 A clusters.csv that is there is kept, and its names are taken, which may have been edited; with --name_command it is written
@@ -61,6 +62,7 @@ STOP_WORDS = ENGLISH_STOP_WORDS.union(
 UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff"  # Thai, Lao, Burmese, Khmer; kana, Han
 SHOWN = 20  # typical texts that --name_command reads
 SPREADSHEETS = (".xlsx", ".xls", ".ods")
+ASSIGNED = "row", "text", "label", "cluster", "name", "confidence"  # the columns of assignments.csv
 NEW_COLUMNS = ("cluster", "name", "confidence", "second", "second_confidence", "third", "third_confidence")
 
 
@@ -136,7 +138,7 @@ def propose_names(words, known):
 
 
 def ask_for_name(command, words, examples, proposed):
-    """The first line the user's program prints when it reads a cluster's keywords and typical texts, `proposed` if it fails."""
+    """The first line the user's program prints when it reads a cluster's keywords and typical texts, None if it fails."""
     asked = [f"keywords: {', '.join(words)}", *(" ".join(text.split()) for text in examples)]
     said = subprocess.run(command, shell=True, capture_output=True, input="\n".join(asked) + "\n", encoding="utf-8",
                           errors="replace")
@@ -146,7 +148,7 @@ def ask_for_name(command, words, examples, proposed):
         raise UserError(f"--name_command {command!r} cannot be run: {said.stderr.strip()[:200]}")
     if said.returncode or not line:
         print(f"--name_command failed for cluster {proposed!r} (exit code {said.returncode}): that name stays", file=sys.stderr)
-        return proposed
+        return None
     return line[:100]
 
 
@@ -202,17 +204,21 @@ def csv_bytes(header, rows):
     return text.encode("ascii" if text.isascii() else "utf-8-sig")  # by the mark a spreadsheet knows that it is UTF-8
 
 
-def set_aside(path, labels):
-    """Rename an assignments.csv whose column label somebody has changed. labels: what stood there, of all rows of the table."""
-    try:
-        with open_table(path) as file:
-            lines = [(labels[int(line["row"]) - 1], " ".join(line["label"].split()), line["name"])
-                     for line in records(file, path)]
-        if all(now in (label, name) if label else not now for label, now, name in lines):  # name: a known one may be edited
-            return
-    except FileNotFoundError:
+def set_aside(path, written, given):
+    """Rename an assignments.csv in which somebody has changed columns, labels or names.
+
+    written: the file with the names of all clusters that it was written with. given: int, the known class that the user gave
+    each row of the table, -1 for none.
+    """
+    if not path.exists():
         return
-    except (UserError, KeyError, ValueError, IndexError):
+    try:
+        names = [*json.loads(written.read_text()), ""]  # the last for a row without a cluster or label
+        with open_table(path) as file:
+            if all(line.keys() == {*ASSIGNED} and " ".join(line["label"].split()) == names[given[int(line["row"]) - 1]]
+                   and " ".join(line["name"].split()) == names[int(line["cluster"] or -1)] for line in records(file, path)):
+                return
+    except (FileNotFoundError, UserError, TypeError, KeyError, ValueError, IndexError):
         pass  # whatever a spreadsheet has made of it is not ours to write over
     numbered = (path.with_name(f"assignments_edited{n or ''}.csv") for n in itertools.count())
     aside = next(candidate for candidate in numbered if not candidate.exists())
@@ -244,9 +250,12 @@ def describe(args):
     anew = bool(args.name_command) or not found
     titles = [found.get(k, title) for k, title in enumerate(titles)]
     if args.name_command:
-        asked = [ask_for_name(args.name_command, words[k], typical[k][:SHOWN], titles[k]) if typical[k] else titles[k]
-                 for k in tqdm(range(num_known, K), desc="naming", disable=not sys.stderr.isatty())]
-        titles[num_known:] = distinct(asked, titles[:num_known])
+        bar = tqdm([k for k in range(num_known, K) if typical[k]], desc="naming", disable=not sys.stderr.isatty())
+        said = {k: ask_for_name(args.name_command, words[k], typical[k][:SHOWN], titles[k]) for k in bar}
+        said = {k: name for k, name in said.items() if name}
+        kept = [title for k, title in enumerate(titles) if k not in said]
+        for k, name in zip(said, distinct(said.values(), kept)):
+            titles[k] = name
 
     used = row[row >= 0]  # a repeated text counts as often as it stands there
     size = np.bincount(cluster[used], minlength=K)
@@ -258,8 +267,10 @@ def describe(args):
     header = ["id", "known", "name", "size", "share", "confidence", "keywords", *(f"example_{n + 1}" for n in range(EXAMPLES))]
     if anew:
         write_atomic(run / "clusters.csv", csv_bytes(header, lines))
-    set_aside(run / "assignments.csv", [names[given[i]] if i >= 0 and given[i] >= 0 else "" for i in row])
-    write_atomic(run / "assignments.csv", csv_bytes(("row", "text", "label", "cluster", "name", "confidence"), (
+    written = run / "written_names.json"
+    set_aside(run / "assignments.csv", written, [given[i] if i >= 0 else -1 for i in row])
+    write_atomic(written, json.dumps(titles))
+    write_atomic(run / "assignments.csv", csv_bytes(ASSIGNED, (
         [n + 1, texts[i], titles[given[i]] if given[i] >= 0 else "", cluster[i], titles[cluster[i]],
          f"{100 * confidence[i]:.1f}"] if i >= 0 else [n + 1, "", "", "", "", ""] for n, i in enumerate(row.tolist()))))
     write_atomic(run / "train_row.npy", lambda f: np.save(f, row))
@@ -309,7 +320,7 @@ def cluster_names(run, K):
             k = int(line["id"]) if line["id"].isdecimal() else K
             if k >= K or k in names:
                 raise UserError(f"{path}, row {number}: id {line['id']!r} is not one of 0 to {K - 1}, or not the first: {mend}")
-            names[k] = line["name"].strip()
+            names[k] = " ".join(line["name"].split())
             if not names[k]:
                 raise UserError(f"{path}, row {number}: the cluster with id {k} has no name: {mend}")
     if not names:
@@ -334,6 +345,8 @@ def label_file(args):
     state, results = open_model(run)
     names = cluster_names(run, len(state["head"]))
     stdin, output = args.input == "-", Path(args.output)
+    if args.output == "-" and not sys.stdout:
+        raise UserError("the standard output is closed: pass -o FILE")
     if stdin and not sys.stdin:
         raise UserError("the standard input is closed: pass a file of new texts")
     if not stdin and not Path(args.input).is_file():
@@ -388,9 +401,8 @@ def label_file(args):
         out.flush()
         print(f"{count - without} rows labelled by column {text_column!r}" + (f", {without} have no text" if without else ""),
               file=sys.stderr)
-        if args.output != "-":
-            if part != output:
-                os.replace(part, output)
+        if args.output != "-" and part != output:
+            os.replace(part, output)
             print(f"written to {args.output}")
 
 

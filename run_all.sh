@@ -15,8 +15,8 @@
 # either stage (1), RAW_DIR (empty: download), KNOWN_RATIO (0.75). A stage that is done already is skipped, and says so.
 set -euo pipefail
 raw=${RAW_DIR:-}
-if [ -n "$raw" ]; then raw=$(realpath -m "$raw"); fi
-if [ -d "${ENCODER:-}" ] && [ ! "$ENCODER" = minilm ] && [ ! . -ef "$(dirname "$0")" ]; then ENCODER=$(realpath "$ENCODER"); fi
+if [ -n "$raw" ]; then raw=$(realpath -m -- "$raw"); fi
+if [ -d "${ENCODER:-}" ] && [ ! "$ENCODER" = minilm ] && [ ! . -ef "$(dirname "$0")" ]; then ENCODER=$(realpath -- "$ENCODER"); fi
 usage() {
     echo "usage: bash run_all.sh DATASET GAMMA [flags for train_imbanid.py]      DATASET: clinc, banking, stackoverflow or demo" >&2
     echo "       bash run_all.sh TABLE [flags]                                   TABLE: a .csv, .tsv or .jsonl file" >&2
@@ -24,7 +24,7 @@ usage() {
 }
 if [ $# -lt 1 ]; then usage; fi
 dataset=$1 gamma=10 own=
-case "${dataset,,}" in *.csv | *.tsv | *.jsonl | *.json) own=yes dataset=$(realpath -ms "$dataset") ;; esac
+case "${dataset,,}" in *.csv | *.tsv | *.jsonl | *.json) own=yes dataset=$(realpath -ms -- "$dataset") ;; esac
 shift
 if [ -z "$own" ]; then
     if [ $# -lt 1 ] || [ "${1:0:2}" = "--" ]; then usage; fi

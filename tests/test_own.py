@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -413,6 +414,9 @@ def test_the_users_own_naming_program(own_run, tmp_path):
     script("predict.py", run, "--data_dir", folder / "data", "--name_command", "echo same")
     assert "edited by hand" in {line["name"] for line in read(run / "clusters.csv") if line["known"] == "yes"}
     assert ask_for_name(r"printf '\n\033[31mred\000 \tname\033[0m\n'", [], [], "") == "red name"
+    text = (run / "clusters.csv").read_text()
+    (run / "clusters.csv").write_text(text.replace(",same 2,", ",same,"))  # to join the two
+    named = ["same" if name == "same 2" else name for name in named]
     done = script("predict.py", run, "--data_dir", folder / "data", "--name_command", "false")
     assert "failed for cluster 'same'" in done.stderr
     assert [line["name"] for line in read(run / "clusters.csv") if line["known"] == "no"] == named
@@ -472,7 +476,7 @@ def test_labels_that_were_filled_in_are_never_written_over(own_run, tmp_path):
     assert (run / "assignments.csv").read_bytes().startswith(codecs.BOM_UTF8)  # there is a smiley in it
     known = next(line for line in read(run / "clusters.csv") if line["known"] == "yes")
     text = (run / "clusters.csv").read_text(encoding="utf-8-sig")
-    (run / "clusters.csv").write_text(text.replace(f",yes,{known['name']}", ",yes,NEW NAME"))
+    (run / "clusters.csv").write_text(text.replace(f",yes,{known['name']}", ",yes,NEW \xa0 NAME"))
 
     def fill(change):
         lines = read(run / "assignments.csv")
@@ -484,6 +488,7 @@ def test_labels_that_were_filled_in_are_never_written_over(own_run, tmp_path):
         edited = (run / "assignments.csv").read_bytes()
         return edited, script("predict.py", run, "--data_dir", folder / "data").stdout
 
+    script("predict.py", run, "--data_dir", folder / "data")
     _, said = fill(lambda lines: lines.reverse())  # sorted, but with no other labels
     assert "was edited" not in said and not [*run.glob("assignments_edited*")]
     labels = [line["label"] for line in read(run / "assignments.csv")]  # of the new name, for a second round
@@ -491,7 +496,9 @@ def test_labels_that_were_filled_in_are_never_written_over(own_run, tmp_path):
     assert [label != "" for label in labels[:len(rows) - 3]] == [label != "" for _, label, _ in rows[:-3]]
     empty, full = labels.index(""), labels.index("NEW NAME")
     changes = (lambda lines: lines[empty].update(label=lines[empty]["name"]), lambda lines: lines[full].update(label=""),
-               lambda lines: lines[full].update(label="another"), lambda lines: [line.pop("label") for line in lines])
+               lambda lines: lines[full].update(label="another"), lambda lines: [line.pop("label") for line in lines],
+               lambda lines: [line.update(label="another", name="another") for line in lines if line["label"] == "NEW NAME"],
+               lambda lines: lines[empty].update(name="another"), lambda lines: [line.update(note="mine") for line in lines])
     for n, change in enumerate(changes):
         edited, said = fill(change)
         aside = run / f"assignments_edited{n or ''}.csv"
@@ -512,6 +519,8 @@ def test_bad_calls_of_predict(own_run, tmp_path, tiny_run):
     one_line_error(script("predict.py", run, "-o", tmp_path / "o.csv", ok=False), "new texts")
     one_line_error(script("predict.py", run, new, "--name_command", "true", ok=False), "--name_command")
     assert script("predict.py", run, new, "-o", "/dev/null").returncode == 0 and not Path("/dev/null").is_file()
+    closed = f"{sys.executable} {REPO}/predict.py {shlex.quote(str(run))} {shlex.quote(str(new))} >&-"
+    one_line_error(subprocess.run(["bash", "-c", closed], capture_output=True, text=True), "-o FILE")
     one_line_error(script("predict.py", run, "--data_dir", tmp_path / "nowhere", ok=False), "make_lt_data.py")
     (tmp_path / "empty.csv").write_text("text\n")
     one_line_error(script("predict.py", run, tmp_path / "empty.csv", "-o", tmp_path / "o.csv", ok=False), "empty")

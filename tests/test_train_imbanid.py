@@ -752,13 +752,18 @@ def test_under_torchrun_a_mistake_is_said_though_the_first_process_is_late(tmp_p
 def test_a_training_whose_output_nobody_reads_does_not_end_as_if_it_were_done():
     code = f"""import sys; sys.path.insert(0, {str(REPO)!r})
 import make_lt_data, pretrain
-make_lt_data.run_script(lambda _: print("one line", flush=True), eval(sys.argv.pop()))"""
-    for Args, expected in (("pretrain.Args", 2), ("None", 0)):
-        read, write = os.pipe()
+make_lt_data.run_script(lambda _: print("one line"), eval(sys.argv.pop()))"""
+    words = {("pretrain.Args", "pipe"): "closed", ("None", "pipe"): "", ("None", "/dev/full"): "No space left"}
+    for (Args, out), expected in words.items():
+        read, pipe = os.pipe()
         os.close(read)
-        done = subprocess.run([sys.executable, "-c", code, Args], stdout=write, stderr=subprocess.PIPE, text=True)
-        os.close(write)
-        assert done.returncode == expected and ("closed" in done.stderr) == (expected == 2), done.stderr
+        full = os.open("/dev/full", os.O_WRONLY)
+        done = subprocess.run([sys.executable, "-c", code, Args], stdout={"pipe": pipe}.get(out, full), stderr=subprocess.PIPE,
+                              text=True, env={k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"})
+        os.close(pipe)
+        os.close(full)
+        assert done.returncode == (2 if expected else 0), done.stderr
+        assert done.stderr.count("\n") == bool(expected) and expected in done.stderr
 
 
 def test_an_encoder_whose_weights_were_exchanged(tiny_run, tiny_encoder, tmp_path):
