@@ -28,13 +28,15 @@ def select_clean(label, confidence, beta, rho=0.7, tau_g=0.9, use_dr=True, use_q
     "w/o DR and QR").
     Raises ValueError for other shapes, labels outside of 0..K-1, NaN and negative numbers.
     """
+    if label.ndim != 1:
+        raise ValueError(f"label must have shape (N,), got {tuple(label.shape)}")
     N = len(label)
     if confidence.shape != (N,) or not (confidence >= 0).all():
         raise ValueError(f"confidence must have shape ({N},) and hold no NaN, nor anything below 0")
     if beta.ndim != 1 or not (beta >= 0).all() or N and not 0 <= label.min() <= label.max() < len(beta):
         raise ValueError(f"beta must have shape (K,) with every label in 0..K-1, and hold no NaN, got {tuple(beta.shape)}")
-    if labelled is not None and labelled.shape != (N,):
-        raise ValueError(f"labelled must have shape ({N},), got {tuple(labelled.shape)}")
+    if labelled is not None and (labelled.shape != (N,) or labelled.dtype != torch.bool):
+        raise ValueError(f"labelled must be bool of shape ({N},), got {labelled.dtype} {tuple(labelled.shape)}")
     if use_dr and not rho >= 0 or use_qr and tau_g != tau_g:
         raise ValueError(f"rho must be 0 or more and tau_g a number, got {rho} and {tau_g}")
     if not use_dr and not use_qr:

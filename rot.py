@@ -29,6 +29,8 @@ from typing import NamedTuple
 
 import torch
 
+TOO_FAR = "log_p lies too far apart for float64: pass -inf for what is forbidden"
+
 
 class RotResult(NamedTuple):
     plan: torch.Tensor | None  # (N, K) Q, rows sum to alpha; None with return_plan=False. N * plan are the pseudo-labels
@@ -54,7 +56,8 @@ def relaxed_ot(log_p, lambda1=0.05, lambda2=2.0, *, row=None, prior=None, penalt
     reduce: sums a tensor over processes that each hold some of the rows (none is allowed); all get the same beta.
 
     Returns RotResult. Raises ValueError, naming the argument, for one out of range or scores that leave a row or a column
-    nothing; warns if it did not converge, as where fixed shares cannot be met.
+    nothing; warns if it did not converge, as where fixed shares cannot be met, or now and then reverse_kl with a prior that
+    spans six decades and lambda2 far below lambda1.
     """
     log_p, alpha, prior, g, reduce = _check(log_p, lambda1, lambda2, row, prior, penalty, init, reduce)
     limits = {"tol": (tol, 0), "max_iter": (max_iter, 0), "sweeps": (sweeps, 1), "chunk_rows": (chunk_rows, 1)}
@@ -128,7 +131,7 @@ def _check(log_p, lambda1, lambda2, row, prior, penalty, init, reduce):
         raise ValueError("prior must be finite and positive")
     if not g.isfinite().all():
         raise ValueError("init must be finite")
-    return log_p, alpha, prior, g, reduce
+    return log_p, alpha, prior, g.detach().clone(), reduce
 
 
 def _survey(log_p, alpha, prior, penalty, lambda1, chunk_rows, reduce):
@@ -139,12 +142,12 @@ def _survey(log_p, alpha, prior, penalty, lambda1, chunk_rows, reduce):
     """
     K = log_p.shape[1]
     sums = torch.zeros(4, K, dtype=torch.float64, device=log_p.device)
-    faults = torch.zeros(3, dtype=torch.float64, device=log_p.device)
-    faults[2] = (~(alpha.isfinite() & (alpha > 0))).sum()
+    faults = torch.zeros(4, dtype=torch.float64, device=log_p.device)
+    faults[3] = (~(alpha.isfinite() & (alpha > 0))).sum()
     for i in range(0, len(log_p), chunk_rows):
         part = log_p[i:i + chunk_rows]
         top = part.amax(1, keepdim=True).double()
-        faults[:2] += torch.stack([(top.isnan() | top.isposinf()).sum(), top.isneginf().sum()])
+        faults[:3] += torch.stack([(top.isnan() | top.isposinf()).sum(), top.isneginf().sum(), (top / lambda1).isinf().sum()])
         gap = top - part
         near, total, missing = gap.amin(0) < 50 * lambda1, gap.sum(0), torch.zeros(K, device=gap.device)
         if not total.isfinite().all():
@@ -152,13 +155,15 @@ def _survey(log_p, alpha, prior, penalty, lambda1, chunk_rows, reduce):
             total = gap.masked_fill_(gap == math.inf, 0.0).sum(0)
         sums[:3] += torch.stack([total, len(part) - missing, near])
     sums[3, 0] = alpha.sum()
-    faults, sums = reduce(torch.cat([faults, sums.flatten()])).split([3, 4 * K])
+    faults, sums = reduce(torch.cat([faults, sums.flatten()])).split([4, 4 * K])
     total_gap, usable, near, (weight, *_) = sums.view(4, K)
     if faults[0]:
         raise ValueError("log_p must not hold NaN or +inf")
     if faults[1]:
         raise ValueError("log_p must have a finite entry in every row")
     if faults[2]:
+        raise ValueError(TOO_FAR)
+    if faults[3]:
         raise ValueError("row must be finite and positive")
     if weight == 0:
         raise ValueError("log_p must have at least one row")
@@ -170,7 +175,7 @@ def _survey(log_p, alpha, prior, penalty, lambda1, chunk_rows, reduce):
         prior = prior.masked_fill(empty, 0)  # KL(beta || prior) is finite at beta_j = 0: the column stays empty
     start = torch.where((near == 0) & ~empty, total_gap / usable.clamp_min(1), 0.0)
     if not start.isfinite().all():
-        raise ValueError("log_p lies too far apart for float64: pass -inf for what is forbidden")
+        raise ValueError(TOO_FAR)
     return alpha / weight, prior / prior.sum(), start, float(total_gap.sum() / usable.sum())
 
 
@@ -255,7 +260,8 @@ class _SemiDual:
             scaled = torch.threshold_(E.float(), 1e-34, 0.0)
             scaled.mul_(w.float()).mul_((alpha.sqrt() / (E @ w)).float()[:, None])
             torch.threshold_(scaled, 1e-18, 0.0)
-            shared += scaled.T @ scaled
+            with torch.autocast(scaled.device.type, enabled=False):
+                shared += scaled.T @ scaled
         # diag(q) - Q^T S is the Laplacian of the weights off the diagonal of Q^T S, since the rows of S sum to 1. Written
         # so, nothing cancels where rows are nearly one-hot, and float32 products give each entry to seven digits. They are
         # not symmetric to the last one, and unless that is mended it is not positive along columns that no row comes near.

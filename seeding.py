@@ -206,7 +206,8 @@ def seed_centres(x, label, K, num_known, kappa, label_weight, swaps, sample_rate
 
 
 def appendix_e(z, num_known, max_classes, min_cluster, seed):
-    """The paper's Appendix E: k-means with K' clusters on the features z (N, H); the clusters with at least t rows count.
+    """The paper's Appendix E: k-means with K' clusters on the features z (N, H); the clusters with at least t rows count,
+    and be it fewer, num_known.
 
     max_classes: K', 0 for three times num_known. min_cluster: t, 0 for the mean size N / K', as in the code of DeepAligned
     (Zhang et al. 2021), which the paper follows here.

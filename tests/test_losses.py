@@ -115,7 +115,8 @@ def test_select_clean_worked_by_hand():
     ("confidence", {"confidence": torch.tensor([0.5, math.nan])}), ("confidence", {"confidence": torch.ones(3)}),
     ("beta", {"beta": torch.tensor([0.5, math.nan])}), ("label", {"label": torch.tensor([0, 2])}),
     ("label", {"label": torch.tensor([0, -1])}), ("rho", {"rho": math.nan}), ("rho", {"rho": -1}),
-    ("labelled", {"labelled": torch.ones(1) > 0}),
+    ("labelled", {"labelled": torch.ones(1) > 0}), ("labelled", {"labelled": torch.ones(2, dtype=torch.int64)}),
+    ("label", {"label": torch.zeros(2, 1, dtype=torch.int64), "use_dr": False}),
     ("tau_g", {"tau_g": math.nan})])
 def test_select_clean_refuses(word, changed):
     given = {"label": torch.tensor([0, 1]), "confidence": torch.ones(2), "beta": torch.ones(2) / 2}

@@ -162,8 +162,20 @@ def test_a_lowest_number_in_place_of_minus_infinity_gives_the_same(far, penalty)
             r = relaxed_ot(log_p.to(dtype).masked_fill(forbidden, far), penalty=penalty)
             assert r.converged and (r.beta - exact.beta).abs().sum() < 1e-5
     if far < torch.finfo(torch.float32).min:
-        with pytest.raises(ValueError, match="-inf"):
-            relaxed_ot(log_p.index_fill(1, torch.tensor([3]), far), penalty=penalty)
+        for dim in (0, 1):  # no row and no column can do without a number
+            with pytest.raises(ValueError, match="pass -inf"):
+                relaxed_ot(log_p.index_fill(dim, torch.tensor([3]), far), penalty=penalty)
+
+
+def test_autocast_changes_nothing_and_init_is_left_alone():
+    log_p = scores(300, 12)
+    r = relaxed_ot(log_p, 1e-3, penalty="equality")
+    for dtype in (torch.float16, torch.bfloat16):
+        with torch.autocast("cpu", dtype=dtype):
+            assert torch.equal(relaxed_ot(log_p, 1e-3, penalty="equality").potential, r.potential)
+    init = r.potential.clone().requires_grad_()
+    again = relaxed_ot(log_p, 1e-3, penalty="equality", init=init)
+    assert again.n_iter == 0 and not again.potential.requires_grad and again.potential.data_ptr() != init.data_ptr()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
