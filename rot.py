@@ -255,13 +255,13 @@ class _SemiDual:
         """The negative Hessian (K, K) of the dual at g."""
         w, chunks = self.near(g)
         shared = torch.zeros(len(g), len(g), dtype=torch.float64, device=g.device)  # Q^T S, S = Q / alpha
+        product = torch.empty_like(shared, dtype=torch.float32)
         for alpha, E, _ in chunks:
             # Denormal numbers, below 1e-38, take processors tenfold: none may enter the scaling, nor leave the products.
             scaled = torch.threshold_(E.float(), 1e-34, 0.0)
             scaled.mul_(w.float()).mul_((alpha.sqrt() / (E @ w)).float()[:, None])
             torch.threshold_(scaled, 1e-18, 0.0)
-            with torch.autocast(scaled.device.type, enabled=False):
-                shared += scaled.T @ scaled
+            shared += torch.mm(scaled.T, scaled, out=product)  # autocast would make half precision of it without out
         # diag(q) - Q^T S is the Laplacian of the weights off the diagonal of Q^T S, since the rows of S sum to 1. Written
         # so, nothing cancels where rows are nearly one-hot, and float32 products give each entry to seven digits. They are
         # not symmetric to the last one, and unless that is mended it is not positive along columns that no row comes near.
