@@ -5,7 +5,8 @@
 One stage of contrastive learning from the encoder as it comes, (1 - lambda) L_u + lambda L_s (their Eq. 3): SimCLR on all rows
 (Eq. 1) and SupCon on the labelled ones (Eq. 2), in batches that hold as many labelled rows as unlabelled ones. Then
 semi-supervised k-means on the encoder's features (Sec. 3.1.2). Authors' code: github.com/sgvaze/generalized-category-discovery;
-the settings for text are those of TEXTOIR's configs/GCD.py (github.com/thuiar/TEXTOIR), save lambda, which is the paper's.
+the settings for text are those of TEXTOIR (github.com/thuiar/TEXTOIR: its configs/GCD.py and the method's manager.py), save
+lambda, which is the paper's.
 """
 from dataclasses import dataclass
 
