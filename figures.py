@@ -65,7 +65,8 @@ ROWS = (("ImbaNID", "test"), ("ImbaNID, protocol T", "test_kmeans"), ("k-means, 
 COLUMNS = ("ACC", "NMI", "ARI", "known", "novel", "head", "medium", "tail")
 GROUPS = COLUMNS[-3:]
 LEADS = {("test", "ACC"): "C", ("test", "tail"): "tail (C)", ("test_kmeans", "ACC"): "T"}
-METHOD_COLUMNS = (*(f"{c} (C)" for c in COLUMNS[:5]), "ACC (C, labels held)", "ACC (T)", "epochs", "seconds")
+METHOD_COLUMNS = (*(f"{c} (C)" for c in COLUMNS[:5]), "ACC (T)", "epochs", "seconds")
+HELD = ", labels held"  # behind a method's title: its features, with GCD's end instead of its own under C
 OF_A_RUN = ("seed", "data", "pretrain", "dtype", "no_cache")  # what runs over seeds and machines may differ in
 WITH_IT = {"lr": "head_lr", "epochs": "max_steps"}  # flags that are set together, in tables of one of them
 USAGE = ("usage: figures.py RUN..., figures.py mean RUN..., figures.py keep RUN..., or figures.py table "
@@ -216,7 +217,8 @@ def method_title(run):
 def compared(folder, more=False, known_ratio=0.75):
     """[((dataset, gamma, encoder), seeds, {method's title: {seed: run}})] of results/*.json, on the seeds that all have.
 
-    more: where ImbaNID has more seeds than that, the methods that have these too follow once more.
+    more: where ImbaNID has more seeds than that, the methods that have these too follow once more. A method all of whose runs
+    in a cell were scored with the labelled rows held as well is there with that end a second time.
     """
     found, groups = {}, []
     for run in read_kept(folder, (known_ratio, 0.1)):
@@ -227,6 +229,9 @@ def compared(folder, more=False, known_ratio=0.75):
                 raise UserError(f"{folder}/ holds two runs of {title} on {run['dataset']}, gamma {run['gamma']:g}, seed "
                                 f"{run['seed']}: remove one of them")
             by_seed[run["seed"]] = run
+    for cell in found.values():
+        cell |= {title + HELD: {seed: run | {"test": run["test_held"]} for seed, run in by_seed.items()}
+                 for title, by_seed in cell.items() if all("test_held" in run for run in by_seed.values())}
     for key in sorted(found, key=lambda key: (list(CORPORA).index(key[0]), key[1:])):
         shared = set.intersection(*(set(runs) for runs in found[key].values()))
         ours = set(found[key].get("ImbaNID", ()))
@@ -246,7 +251,7 @@ def headline_table(folder="results"):
         acc = {title: spread([runs[seed] for seed in seeds], "test")["ACC"][0] for title, runs in by_method.items()}
         others = [METHODS[method] for method in PAPER_METHODS]
         if gamma == 10 and acc.keys() >= {"ImbaNID", *others, *kmeans}:
-            best = max(others, key=acc.get)
+            best = max((title for title in acc if title.removesuffix(HELD) in others), key=acc.get)
             rows.append([CORPORA[dataset][0], f"**{acc['ImbaNID']:.1f}**", f"{PAPER[dataset, gamma][2]:.1f}",
                          f"{acc[best]:.1f} ({best})", *(f"{acc[title]:.1f}" for title in kmeans)])
     columns = "corpus", "ImbaNID, here", "ImbaNID, paper (BERT-base)", "best of the six compared methods", *kmeans
@@ -259,9 +264,9 @@ def overview(groups, scores):
     scores(runs): numbers of one method's runs, which its cell holds with the best of each in bold.
     """
     rows = []
-    titles = list(dict.fromkeys(title for *_, by_method in groups for title in by_method))
+    titles = list(dict.fromkeys(title for *_, by_method in groups for title in by_method if not title.endswith(HELD)))
     for key, seeds, by_method in groups:
-        found = {title: scores([runs[seed] for seed in seeds]) for title, runs in by_method.items()}
+        found = {title: scores([runs[seed] for seed in seeds]) for title, runs in by_method.items() if title in titles}
         best = [np.max(column) for column in zip(*found.values())]  # unrounded; NaN, and so none, where a method has none
         rows.append([CORPORA[key[0]][0], f"{key[1]:g}", " ".join(map(str, seeds))])
         rows[-1] += [" / ".join("-" if np.isnan(x) else f"**{x:.1f}**" if x == top else f"{x:.1f}"
@@ -335,8 +340,10 @@ def methods_table(folder="results"):
     for (dataset, gamma, _), seeds, by_method in compared(folder, more=True):
         for title, by_seed in by_method.items():
             runs = [by_seed[seed] for seed in seeds]
-            rows.append([CORPORA[dataset][0], f"{gamma:g}", title, " ".join(map(str, seeds)), *method_cells(runs),
-                         paper_acc(runs[0]["method"], dataset, gamma)])
+            cells = [*method_cells(runs), paper_acc(runs[0]["method"], dataset, gamma)]
+            if title.endswith(HELD):
+                cells[5] = cells[-1] = ""  # T is that of the row above
+            rows.append([CORPORA[dataset][0], f"{gamma:g}", title, " ".join(map(str, seeds)), *cells])
     columns = "corpus", "gamma", "method", "seeds", *METHOD_COLUMNS, "paper (BERT), ACC"
     return markdown(columns, rows) if rows else ""
 
@@ -345,9 +352,7 @@ def method_cells(runs):
     """The cells under METHOD_COLUMNS, means over runs of one method: scores, epochs of the first, seconds."""
     epochs = runs[0]["epochs"]
     epochs = [*epochs.values()] if isinstance(epochs, dict) else [runs[0]["config"]["pretrain"]["epochs"], epochs]
-    key = "test" if runs[0]["method"] == "gcd" else "test_held"  # its own end holds them
-    held = f"{spread(runs, key)['ACC'][0]:.2f}" if all(key in run for run in runs) else ""
-    return [*(f"{spread(runs, 'test')[c][0]:.2f}" for c in COLUMNS[:5]), held, f"{spread(runs, 'test_kmeans')['ACC'][0]:.2f}",
+    return [*(f"{spread(runs, 'test')[c][0]:.2f}" for c in COLUMNS[:5]), f"{spread(runs, 'test_kmeans')['ACC'][0]:.2f}",
             " + ".join(map(str, epochs)), f"{np.mean([sum(run['seconds'].values()) for run in runs]):.0f}"]
 
 
@@ -379,9 +384,11 @@ def other_settings_table(folder="results"):
         configs = [first | runs[0]["config"] for runs in sides]  # an older file may lack a flag
         flags = [flag for flag in first if flag != "pretrain" and any(config[flag] != first[flag] for config in configs)]
         rows += [[METHODS[key[3]], CORPORA[key[0]][0], f"{key[1]:g}", " ".join(map(str, seeds)),
-                  " ".join(f"--{flag} {config[flag]}" for flag in flags), *method_cells(runs)]
+                  " ".join(f"--{flag} {config[flag]}" for flag in flags), *method_cells(runs),
+                  f"{spread(runs, 'test_held')['ACC'][0]:.2f}" if all("test_held" in run for run in runs) else ""]
                  for runs, config in zip(sides, configs)]
-    return markdown(("method", "corpus", "gamma", "seeds", "settings", *METHOD_COLUMNS), rows) if rows else ""
+    columns = "method", "corpus", "gamma", "seeds", "settings", *METHOD_COLUMNS, "ACC (C)" + HELD
+    return markdown(columns, rows) if rows else ""
 
 
 def paper_acc(method, dataset, gamma):

@@ -366,6 +366,23 @@ def test_methods_are_compared_on_the_seeds_they_share_and_on_all_that_imbanid_ha
             table(tmp_path)
 
 
+def test_a_method_with_the_labelled_rows_held_is_a_row_of_its_own_where_all_its_runs_have_it(tmp_path):
+    for seed, missing in ((0, False), (1, False), (2, True)):
+        for method, acc in (("imbanid", 80), ("gcd", 64), ("usnid", 60 + seed)):
+            results = figures.read_results(make_run(tmp_path / f"{method}{seed}", seed))
+            results |= {"method": method, "test": SCORES | {"ACC": acc}, "epochs": 3}
+            if method == "usnid" and not missing:
+                results["test_held"] = SCORES | {"ACC": 70 + seed}
+            figures.write_atomic(tmp_path / f"demo_g4_s{seed}_{method}.json", json.dumps(results))
+    assert "labels held" not in figures.methods_table(tmp_path) + figures.leads_table(tmp_path)
+    for path in tmp_path.glob("demo_g4_s2_*.json"):
+        path.unlink()
+    found = [line.strip("| ").split(" | ")[2:5] for line in figures.methods_table(tmp_path).splitlines()[2:]]
+    assert found[1:3] == [["USNID", "0 1", "60.50"], ["USNID, labels held", "0 1", "70.50"]]
+    assert "+9.5 (USNID, labels held" in figures.leads_table(tmp_path)
+    assert "labels held" not in figures.overview_table(tmp_path)
+
+
 def test_other_settings_of_a_method_stand_under_its_usual_ones_on_the_same_seeds(tmp_path):
     results = figures.read_results(make_run(tmp_path))
     for seed, tag, method, acc, epochs in (
