@@ -214,14 +214,14 @@ def method_title(run):
     return title
 
 
-def compared(folder, more=False, known_ratio=0.75):
+def compared(folder, more=False):
     """[((dataset, gamma, encoder), seeds, {method's title: {seed: run}})] of results/*.json, on the seeds that all have.
 
     more: where ImbaNID has more seeds than that, the methods that have these too follow once more. A method all of whose runs
     in a cell were scored with the labelled rows held as well is there with that end a second time.
     """
     found, groups = {}, []
-    for run in read_kept(folder, (known_ratio, 0.1)):
+    for run in read_kept(folder):
         if not run["tag"] or run["method"] == "kmeans":
             cell = found.setdefault((run["dataset"], run["gamma"], run["encoder"]), {})
             by_seed = cell.setdefault(title := method_title(run), {})
@@ -274,31 +274,10 @@ def overview(groups, scores):
     return rows, titles
 
 
-def acc_of_both(runs):
-    return [spread(runs, row)["ACC"][0] for row in ("test", "test_kmeans")]
-
-
 def overview_table(folder="results"):
     """README's overview of the compared methods: ACC under C / under T."""
-    rows, titles = overview(compared(folder), acc_of_both)
+    rows, titles = overview(compared(folder), lambda runs: [spread(runs, row)["ACC"][0] for row in ("test", "test_kmeans")])
     return markdown(("corpus", "gamma", "seeds", *titles), rows) if rows else ""
-
-
-def known_ratio_table(folder="results"):
-    """baselines/README.md's table of other known ratios, the paper's figure at gamma 3: ACC under C / under T, on the seeds
-    that all methods have at all ratios. Empty without runs of compared methods at more than one."""
-    ratios = sorted({run["config"]["known_ratio"] for run in read_kept(folder, None)})
-    found = [{key: (seeds, runs) for key, seeds, runs in compared(folder, known_ratio=ratio)} for ratio in ratios]
-    groups, known = [], []
-    for key in dict.fromkeys(key for of_ratio in found for key in of_ratio):
-        sides = {ratio: of_ratio[key] for ratio, of_ratio in zip(ratios, found) if key in of_ratio}
-        seeds = sorted(set.intersection(*(set(seeds) for seeds, _ in sides.values())))
-        if len(sides) > 1 and seeds:
-            groups += [(key, seeds, runs) for _, runs in sides.values()]
-            known += sides
-    rows, titles = overview(groups, acc_of_both)
-    rows = [[*row[:2], f"{100 * ratio:g} %", *row[2:]] for row, ratio in zip(rows, known)]
-    return markdown(("corpus", "gamma", "known", "seeds", *titles), rows) if rows else ""
 
 
 def groups_table(folder="results"):
@@ -468,7 +447,7 @@ def speed_table(folder="results"):
 
 
 TABLES = (headline_table, results_table, ablation_table, settings_table, overview_table, groups_table, leads_table,
-          methods_table, known_ratio_table, other_settings_table, transport_tables, speed_table)  # what `table` builds
+          methods_table, other_settings_table, transport_tables, speed_table)  # what `table` builds
 
 
 # ---- pictures, a function each; what draws them is imported where it is used, so that the tables start at once ----

@@ -84,7 +84,7 @@ PAPER_COUNTS = {("clinc", 3): (868, 9995), ("clinc", 5): (719, 8164), ("clinc", 
                 ("stackoverflow", 3): (830, 10140), ("stackoverflow", 5): (686, 8350), ("stackoverflow", 10): (510, 6669)}
 SPLITS = ("train", "dev", "test")
 TASK = ("dataset", "gamma", "seed", "known_ratio", "labeled_ratio")  # what tells one benchmark task from another, for run_name
-MOST = 1e18  # of a flag's number: above it 64-bit integers and float32 end
+MOST = {int: 1e18, float: 1e38}  # of a flag's number: above it 64-bit integers and float32 end
 NO_MEMORY = "out of memory|t allocate memory"  # torch says it by a RuntimeError
 TABLES = (".csv", ".tsv", ".jsonl", ".json")
 TEXT_NAMES = ("text", "utterance", "message", "query", "question", "sentence", "body", "content", "input", "description")
@@ -197,14 +197,16 @@ def flush_stdout():
 
 def check_positive(args, *flags):
     for flag in flags:
-        if not 0 < getattr(args, flag) < MOST:
-            raise UserError(f"--{flag} {getattr(args, flag)} must be a number above 0 and below {MOST:g}")
+        value = getattr(args, flag)
+        if not 0 < value < MOST[type(value)]:
+            raise UserError(f"--{flag} {value} must be a number above 0 and below {MOST[type(value)]:g}")
 
 
 def check_zero_or_more(args, *flags):
     for flag in flags:
-        if not 0 <= getattr(args, flag) < MOST:
-            raise UserError(f"--{flag} {getattr(args, flag)} must be 0 or more and below {MOST:g}")
+        value = getattr(args, flag)
+        if not 0 <= value < MOST[type(value)]:
+            raise UserError(f"--{flag} {value} must be 0 or more and below {MOST[type(value)]:g}")
 
 
 def check_shares(args, *flags):

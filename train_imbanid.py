@@ -238,8 +238,9 @@ def read_finished(out, config, restart):
     path = out / "results.json"
     try:
         results = json.loads(path.read_text()) if path.exists() else None
-        results and (results["method"], results["config"])
-    except (ValueError, TypeError, KeyError):
+        if results is not None and not results.keys() >= {"method", "config"}:
+            raise ValueError
+    except (ValueError, AttributeError):
         raise UserError(f"{path} is damaged: delete it and run the same command again") from None
     if results and results["method"] != config.get("method", "imbanid"):
         raise UserError(f"{out}/ belongs to a run of {results['method']}: choose another --tag")

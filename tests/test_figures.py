@@ -402,21 +402,6 @@ def test_other_settings_of_a_method_stand_under_its_usual_ones_on_the_same_seeds
     assert figures.other_settings_table(tmp_path / "nothing") == ""
 
 
-def test_known_ratios_are_compared_on_the_seeds_that_all_have(tmp_path):
-    results = figures.read_results(make_run(tmp_path))
-    for ratio, seed, method, acc in (
-            (0.75, 0, "gcd", 50), (0.75, 1, "gcd", 60), (0.75, 0, "imbanid", 70), (0.75, 1, "imbanid", 80),
-            (0.5, 1, "gcd", 40), (0.5, 1, "imbanid", 65), (0.25, 0, "imbanid", 99)):
-        figures.write_atomic(tmp_path / f"demo_g4_s{seed}_k{ratio}_{method}.json", json.dumps(
-            results | {"method": method, "seed": seed, "test": SCORES | {"ACC": acc}, "test_kmeans": SCORES,
-                       "config": results["config"] | {"seed": seed, "known_ratio": ratio}}))
-    found = [line.strip("| ").split(" | ")[1:] for line in figures.known_ratio_table(tmp_path).splitlines()]
-    assert found == [["gamma", "known", "seeds", "GCD", "ImbaNID"], ["---"] * 5,
-                     ["4", "50 %", "1", "40.0 / **60.0**", "**65.0** / **60.0**"],
-                     ["4", "75 %", "1", "60.0 / **60.0**", "**80.0** / **60.0**"]]
-    assert figures.known_ratio_table(tmp_path / "nothing") == ""
-
-
 def test_the_papers_figures_of_a_method():
     assert figures.paper_acc("usnid", "stackoverflow", 3) == "86.90" and figures.paper_acc("imbanid", "clinc", 10) == "82.40"
     for nothing in (("kmeans", "clinc", 10), ("gcd", "demo", 10), ("gcd", "clinc", 2)):
