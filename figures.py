@@ -258,12 +258,12 @@ def headline_table(folder="results"):
     return markdown(columns, rows) if rows else ""
 
 
-def overview(groups, scores):
-    """A row of cells for each of the groups that `compared` returns, and the methods' titles.
+def overview(folder, scores):
+    """A row of cells for each corpus and gamma, on the seeds that all methods have, and the methods' titles.
 
     scores(runs): numbers of one method's runs, which its cell holds with the best of each in bold.
     """
-    rows = []
+    groups, rows = compared(folder), []
     titles = list(dict.fromkeys(title for *_, by_method in groups for title in by_method if not title.endswith(HELD)))
     for key, seeds, by_method in groups:
         found = {title: scores([runs[seed] for seed in seeds]) for title, runs in by_method.items() if title in titles}
@@ -276,13 +276,13 @@ def overview(groups, scores):
 
 def overview_table(folder="results"):
     """README's overview of the compared methods: ACC under C / under T."""
-    rows, titles = overview(compared(folder), lambda runs: [spread(runs, row)["ACC"][0] for row in ("test", "test_kmeans")])
+    rows, titles = overview(folder, lambda runs: [spread(runs, row)["ACC"][0] for row in ("test", "test_kmeans")])
     return markdown(("corpus", "gamma", "seeds", *titles), rows) if rows else ""
 
 
 def groups_table(folder="results"):
     """baselines/README.md's table of the long tail, the paper's figure for gamma 3: ACC under C of head / medium / tail."""
-    rows, titles = overview(compared(folder), lambda runs: [spread(runs, "test")[group][0] for group in GROUPS])
+    rows, titles = overview(folder, lambda runs: [spread(runs, "test")[group][0] for group in GROUPS])
     rows = [row for row in rows if row[1] != "1"]  # where all classes have as many rows there is no tail
     return markdown((" / ".join(GROUPS), "gamma", "seeds", *titles), rows) if rows else ""
 

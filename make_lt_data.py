@@ -144,16 +144,16 @@ def run_script(main, Args=None):
     if sys.stdout:
         sys.stdout.reconfigure(errors="backslashreplace")  # a name may hold what the screen has no letter for
     every = False  # whether all processes say it, or one for all
+    goes_on = "; the same command goes on from the last checkpoint" if hasattr(Args, "restart") else ""
     try:
         main(parse_args(Args) if Args else sys.argv[1:])
         flush_stdout()  # here, where an error still has a place
     except UserError as err:
         message, every = str(err), isinstance(err, ThisProcessError)
     except BrokenPipeError:  # `| head` has read enough
-        if hasattr(Args, "restart"):
-            print(f"{Path(sys.argv[0]).name}: its standard output was closed; the same command goes on from the last "
-                  "checkpoint", file=sys.stderr)
-        os._exit(2 if hasattr(Args, "restart") else 0)
+        if not goes_on:
+            os._exit(0)
+        message, every = "its standard output was closed" + goes_on, True
     except OSError as err:
         # None is numpy's short write; the rest are disks that are full and paths that are not what they should be.
         if err.errno not in (None, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS, errno.ENOTDIR,
@@ -172,7 +172,7 @@ def run_script(main, Args=None):
         every = True
         if not err.args and not first_process():  # Ctrl-C reaches them all
             os._exit(2)
-        message = "stopped" + ("; the same command goes on from the last checkpoint" if hasattr(Args, "restart") else "")
+        message = "stopped" + goes_on
     else:
         return
     if not every and not first_process():  # torchrun ends the others when one has ended, and the first has yet to say it

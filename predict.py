@@ -213,7 +213,7 @@ def set_aside(path, written, given):
     if not path.exists():
         return
     try:
-        names = [*json.loads(written.read_text()), ""]  # the last for a row without a cluster or label
+        names = [" ".join(name.split()) for name in json.loads(written.read_text())] + [""]  # the last for a row without one
         with open_table(path) as file:
             if all(line.keys() == {*ASSIGNED} and " ".join(line["label"].split()) == names[given[int(line["row"]) - 1]]
                    and " ".join(line["name"].split()) == names[int(line["cluster"] or -1)] for line in records(file, path)):

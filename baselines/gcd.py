@@ -63,7 +63,7 @@ def main(args):
 
     train(run, "last", {"head": head}, batch_loss, epochs=args.epochs, batch_size=args.batch_size, lr=args.lr,
           judge=judge if len(run.labels["dev"]) >= run.num_known else None, patience=args.patience, bias_correction=True)
-    finish(run, lambda z: semi_supervised_kmeans(z, label, run.K, run.num_known, args.seed, args.n_init, True))
+    finish(run, lambda z: semi_supervised_kmeans(z, label, run.K, run.num_known, args.seed, args.n_init, True), other_end=False)
 
 
 if __name__ == "__main__":

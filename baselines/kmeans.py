@@ -28,7 +28,8 @@ def main(args):
     if run.finished:
         return
     finish(run, lambda z: (semi_supervised_kmeans(z, run.label["train"], run.K, run.num_known, args.seed, args.n_init, True)
-                           if args.semi_supervised else kmeans(z, run.K, args.seed, n_init=3)[0]))
+                           if args.semi_supervised else kmeans(z, run.K, args.seed, n_init=3)[0]),
+           other_end=False)  # it has rows of both
 
 
 if __name__ == "__main__":

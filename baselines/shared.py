@@ -293,12 +293,12 @@ def print_results(results, out):
     print(f"{sum(results['seconds'].values()):.0f} seconds; everything is in {out}/")
 
 
-def finish(run, fit, dense=None):
+def finish(run, fit, dense=None, other_end=True):
     """Assign all rows to centres fitted on the training features, score, write results.json and what belongs to it.
 
     fit: (N, H) unit features of the training rows -> centres (K, H). dense: the layer behind the encoder where the method
-    has one. confidence.npy holds the cosine to the own centre. A method whose own end makes nothing of the labels is scored
-    with GCD's as well (test_held): semi-supervised k-means on its features.
+    has one. confidence.npy holds the cosine to the own centre. other_end: score GCD's end on these features as well
+    (test_held), semi-supervised k-means, since a fit that makes nothing of the labels is worse for it.
     """
     start = time.time()
     run.out.mkdir(parents=True, exist_ok=True)
@@ -312,7 +312,7 @@ def finish(run, fit, dense=None):
     raw, held = kmeans_rows(run.raw, run.label["train"], run.K, run.num_known, seed)
     clusters = {"test": pred, "test_kmeans": kmeans(z["test"], run.K, seed)[1].cpu().numpy(), "kmeans_raw": raw,
                 "ss_kmeans_raw": held}
-    if run.method not in ("gcd", "kmeans"):  # the one ends so already, the other has rows of both
+    if other_end:
         centre = semi_supervised_kmeans(z["train"], run.label["train"], run.K, run.num_known, seed, 100, True)
         clusters["test_held"] = nearest(z["test"], centre).cpu().numpy()
     scores = score(clusters, assigned, run.labels, run.data, run.num_known)
