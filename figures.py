@@ -67,6 +67,7 @@ GROUPS = COLUMNS[-3:]
 LEADS = {("test", "ACC"): "C", ("test", "tail"): "tail (C)", ("test_kmeans", "ACC"): "T"}
 METHOD_COLUMNS = (*(f"{c} (C)" for c in COLUMNS[:5]), "ACC (T)", "epochs", "seconds")
 HELD = ", labels held"  # behind a method's title: its features, with GCD's end instead of its own under C
+CUT = ", cut short"  # likewise: on a shorter schedule than the published one, which tag "full" marks where there are both
 OF_A_RUN = ("seed", "data", "pretrain", "dtype", "no_cache")  # what runs over seeds and machines may differ in
 WITH_IT = {"lr": "head_lr", "epochs": "max_steps"}  # flags that are set together, in tables of one of them
 USAGE = ("usage: figures.py RUN..., figures.py mean RUN..., figures.py keep RUN..., or figures.py table "
@@ -217,19 +218,26 @@ def method_title(run):
 def compared(folder, more=False):
     """[((dataset, gamma, encoder), seeds, {method's title: {seed: run}})] of results/*.json, on the seeds that all have.
 
-    more: where ImbaNID has more seeds than that, the methods that have these too follow once more. A method all of whose runs
-    in a cell were scored with the labelled rows held as well is there with that end a second time.
+    more: where ImbaNID has more seeds than that, the methods that have these too follow once more. The runs of tag "full" take
+    the place of a method's others in a cell as soon as they are on all the seeds of those, which then follow as CUT. A method
+    all of whose runs in a cell were scored with the labelled rows held as well is there with that end a second time.
     """
     found, groups = {}, []
     for run in read_kept(folder):
-        if not run["tag"] or run["method"] == "kmeans":
+        full = run["method"] in PAPER_METHODS and run["tag"] == "full"
+        if not run["tag"] or run["method"] == "kmeans" or full:
             cell = found.setdefault((run["dataset"], run["gamma"], run["encoder"]), {})
-            by_seed = cell.setdefault(title := method_title(run), {})
+            title = method_title(run) + full * " in full"
+            by_seed = cell.setdefault(title, {})
             if run["seed"] in by_seed:
                 raise UserError(f"{folder}/ holds two runs of {title} on {run['dataset']}, gamma {run['gamma']:g}, seed "
                                 f"{run['seed']}: remove one of them")
             by_seed[run["seed"]] = run
     for cell in found.values():
+        for title in [METHODS[method] for method in PAPER_METHODS]:
+            full, others = cell.pop(title + " in full", {}), cell.get(title, {})
+            if full and full.keys() >= others.keys():
+                cell |= {title: full} | ({title + CUT: others} if others else {})
         cell |= {title + HELD: {seed: run | {"test": run["test_held"]} for seed, run in by_seed.items()}
                  for title, by_seed in cell.items() if all("test_held" in run for run in by_seed.values())}
     for key in sorted(found, key=lambda key: (list(CORPORA).index(key[0]), key[1:])):
@@ -251,7 +259,7 @@ def headline_table(folder="results"):
         acc = {title: spread([runs[seed] for seed in seeds], "test")["ACC"][0] for title, runs in by_method.items()}
         others = [METHODS[method] for method in PAPER_METHODS]
         if gamma == 10 and acc.keys() >= {"ImbaNID", *others, *kmeans}:
-            best = max((title for title in acc if title.removesuffix(HELD) in others), key=acc.get)
+            best = max((title for title in acc if title.removesuffix(HELD).removesuffix(CUT) in others), key=acc.get)
             rows.append([CORPORA[dataset][0], f"**{acc['ImbaNID']:.1f}**", f"{PAPER[dataset, gamma][2]:.1f}",
                          f"{acc[best]:.1f} ({best})", *(f"{acc[title]:.1f}" for title in kmeans)])
     columns = "corpus", "ImbaNID, here", "ImbaNID, paper (BERT-base)", "best of the six compared methods", *kmeans
@@ -264,7 +272,7 @@ def overview(folder, scores):
     scores(runs): numbers of one method's runs, which its cell holds with the best of each in bold.
     """
     groups, rows = compared(folder), []
-    titles = list(dict.fromkeys(title for *_, by_method in groups for title in by_method if not title.endswith(HELD)))
+    titles = list(dict.fromkeys(title for *_, by_method in groups for title in by_method if not title.endswith((HELD, CUT))))
     for key, seeds, by_method in groups:
         found = {title: scores([runs[seed] for seed in seeds]) for title, runs in by_method.items() if title in titles}
         best = [np.max(column) for column in zip(*found.values())]  # unrounded; NaN, and so none, where a method has none
@@ -318,6 +326,8 @@ def methods_table(folder="results"):
     rows = []
     for (dataset, gamma, _), seeds, by_method in compared(folder, more=True):
         for title, by_seed in by_method.items():
+            if CUT in title:
+                continue  # other_settings_table has them
             runs = [by_seed[seed] for seed in seeds]
             cells = [*method_cells(runs), paper_acc(runs[0]["method"], dataset, gamma)]
             if title.endswith(HELD):

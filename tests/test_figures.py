@@ -383,6 +383,19 @@ def test_a_method_with_the_labelled_rows_held_is_a_row_of_its_own_where_all_its_
     assert "labels held" not in figures.overview_table(tmp_path)
 
 
+def test_the_full_schedule_takes_the_place_of_the_short_one_once_all_its_seeds_have_run(tmp_path):
+    for method, tag, acc, seeds in (("imbanid", "", 80, (0, 1)), ("gcd", "", 70, (0, 1)), ("gcd", "full", 60, (0, 1)),
+                                    ("usnid", "", 50, (0, 1)), ("usnid", "full", 99, (1,)), ("imbanid", "full", 99, (0, 1))):
+        for seed in seeds:
+            results = figures.read_results(make_run(tmp_path / f"{method}{tag}{seed}", seed))
+            results |= {"method": method, "tag": tag, "test": SCORES | {"ACC": acc}, "epochs": 100 if tag else 20}
+            figures.write_atomic(tmp_path / f"demo_g4_s{seed}_{method}_{tag}.json", json.dumps(results))
+    found = [line.strip("| ").split(" | ")[2:5] for line in figures.methods_table(tmp_path).splitlines()[2:]]
+    assert found == [["GCD", "0 1", "60.00"], ["USNID", "0 1", "50.00"], ["ImbaNID", "0 1", "80.00"]]
+    assert "| +10.0 (GCD, cut short; each) |" in figures.leads_table(tmp_path), "the better of the two is what counts"
+    assert "| GCD | USNID | ImbaNID |" in figures.overview_table(tmp_path).splitlines()[0]
+
+
 def test_other_settings_of_a_method_stand_under_its_usual_ones_on_the_same_seeds(tmp_path):
     results = figures.read_results(make_run(tmp_path))
     for seed, tag, method, acc, epochs in (
