@@ -380,6 +380,27 @@ def other_settings_table(folder="results"):
     return markdown(columns, rows) if rows else ""
 
 
+def schedules_table(folder="results"):
+    """The table in baselines/README.md of what the published schedules in full (tag "full") have above the short ones (none).
+
+    Over all splits with both, whatever corpus and gamma; empty without any.
+    """
+    runs, rows = {(run["method"], run["tag"], run["dataset"], run["gamma"], run["seed"], run["encoder"]): run
+                  for run in read_kept(folder)}, []
+    for method in PAPER_METHODS:
+        pairs = [(run, runs[method, "", *split]) for (name, tag, *split), run in runs.items()
+                 if (name, tag) == (method, "full") and (method, "", *split) in runs]
+        cells = []
+        for row in ("test", "test_kmeans", "test_held"):
+            full, short = np.array([[run[row]["ACC"] for run in pair] for pair in pairs
+                                    if all(row in run for run in pair)]).reshape(-1, 2).T
+            gain, p = full - short, paired_test(full, short) if len(full) else ""
+            cells.append(f"{gain.mean():+.1f} ({len(gain)}{p and '; ' + p}; {min(gain):+.1f} to {max(gain):+.1f})"
+                         if len(gain) else "")
+        rows += [[METHODS[method], *cells]] * any(cells)
+    return markdown(("full minus short, ACC", "C", "T", "C" + HELD), rows) if rows else ""
+
+
 def paper_acc(method, dataset, gamma):
     """The paper's ACC of a method as a cell of a table, empty where it has none."""
     if (dataset, gamma) not in PAPER or method not in ("imbanid", *PAPER_METHODS):
@@ -457,7 +478,7 @@ def speed_table(folder="results"):
 
 
 TABLES = (headline_table, results_table, ablation_table, settings_table, overview_table, groups_table, leads_table,
-          methods_table, other_settings_table, transport_tables, speed_table)  # what `table` builds
+          methods_table, other_settings_table, schedules_table, transport_tables, speed_table)  # what `table` builds
 
 
 # ---- pictures, a function each; what draws them is imported where it is used, so that the tables start at once ----

@@ -394,6 +394,8 @@ def test_the_full_schedule_takes_the_place_of_the_short_one_once_all_its_seeds_h
     assert found == [["GCD", "0 1", "60.00"], ["USNID", "0 1", "50.00"], ["ImbaNID", "0 1", "80.00"]]
     assert "| +10.0 (GCD, cut short; each) |" in figures.leads_table(tmp_path), "the better of the two is what counts"
     assert "| GCD | USNID | ImbaNID |" in figures.overview_table(tmp_path).splitlines()[0]
+    assert [line.strip("| ").split(" | ")[:2] for line in figures.schedules_table(tmp_path).splitlines()[2:]] == [
+        ["GCD", "-10.0 (2; each; -10.0 to -10.0)"], ["USNID", "+49.0 (1; +49.0 to +49.0)"]]
 
 
 def test_other_settings_of_a_method_stand_under_its_usual_ones_on_the_same_seeds(tmp_path):
