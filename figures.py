@@ -67,7 +67,7 @@ GROUPS = COLUMNS[-3:]
 LEADS = {("test", "ACC"): "C", ("test", "tail"): "tail (C)", ("test_kmeans", "ACC"): "T"}
 METHOD_COLUMNS = (*(f"{c} (C)" for c in COLUMNS[:5]), "ACC (T)", "epochs", "seconds")
 HELD = ", labels held"  # behind a method's title: its features, with GCD's end instead of its own under C
-CUT = ", cut short"  # likewise: on a shorter schedule than the published one, which tag "full" marks where there are both
+CUT = ", cut short"  # likewise: on a shorter schedule than the published one, whose runs have the tag "full"
 OF_A_RUN = ("seed", "data", "pretrain", "dtype", "no_cache")  # what runs over seeds and machines may differ in
 WITH_IT = {"lr": "head_lr", "epochs": "max_steps"}  # flags that are set together, in tables of one of them
 USAGE = ("usage: figures.py RUN..., figures.py mean RUN..., figures.py keep RUN..., or figures.py table "
@@ -385,16 +385,16 @@ def schedules_table(folder="results"):
 
     Over all splits with both, whatever corpus and gamma; empty without any.
     """
-    runs, rows = {(run["method"], run["tag"], run["dataset"], run["gamma"], run["seed"], run["encoder"]): run
-                  for run in read_kept(folder)}, []
+    runs = {(run["method"], run["tag"], run["dataset"], run["gamma"], run["seed"], run["encoder"]): run
+            for run in read_kept(folder)}
+    rows = []
     for method in PAPER_METHODS:
         pairs = [(run, runs[method, "", *split]) for (name, tag, *split), run in runs.items()
                  if (name, tag) == (method, "full") and (method, "", *split) in runs]
         cells = []
         for row in ("test", "test_kmeans", "test_held"):
-            full, short = np.array([[run[row]["ACC"] for run in pair] for pair in pairs
-                                    if all(row in run for run in pair)]).reshape(-1, 2).T
-            gain, p = full - short, paired_test(full, short) if len(full) else ""
+            gain = np.array([full[row]["ACC"] - short[row]["ACC"] for full, short in pairs if row in full and row in short])
+            p = paired_test(gain, np.zeros_like(gain))
             cells.append(f"{gain.mean():+.1f} ({len(gain)}{p and '; ' + p}; {min(gain):+.1f} to {max(gain):+.1f})"
                          if len(gain) else "")
         rows += [[METHODS[method], *cells]] * any(cells)
