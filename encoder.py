@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 from make_lt_data import ThisProcessError, UserError, file_sha256
 
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
-CHUNK = 8192  # tokens that a forward pass takes at once, give or take a row
+CHUNK = 8192  # tokens that a forward pass takes at once, give or take a row; eight times as many on a GPU
 BLOCK = 128  # tokens such a pass is filled up to a multiple of, see fill
 
 
@@ -61,7 +61,7 @@ class Packed:
     def by_length(self, rows):
         """The positions 0..B-1 of rows (B,), shortest row first, in chunks of about CHUNK tokens; an empty one without rows."""
         order = torch.argsort(self.lengths[rows], stable=True)
-        chunk = (self.lengths[rows[order]].cumsum(0) - 1) // CHUNK
+        chunk = (self.lengths[rows[order]].cumsum(0) - 1) // (CHUNK if rows.device.type == "cpu" else 8 * CHUNK)
         return order.split(chunk.unique_consecutive(return_counts=True)[1].tolist() or [0])
 
 
@@ -72,11 +72,13 @@ def by_row(values, lengths):
 
 
 def fill(x):
-    """x (T, ...) with rows of zeros up to a multiple of BLOCK.
+    """x (T, ...) with rows of zeros up to a multiple of BLOCK, on a CPU.
 
     A product of a size not seen before has its code generated first on processors with AMX, which takes several times as
     long as the product, and no two batches have the same number of tokens.
     """
+    if x.device.type != "cpu":
+        return x
     return nn.functional.pad(x, (0, 0) * (x.dim() - 1) + (0, -len(x) % BLOCK))
 
 
@@ -104,6 +106,16 @@ def attend(qkv, dropout):
         share = dropout(scores.transpose(0, 1).contiguous().softmax(0)).permute(1, 2, 0).contiguous()
         mixed = (share @ v).view(qkv.shape[1:]).transpose(1, 2)
         return mixed.to(qkv.dtype, memory_format=torch.contiguous_format)
+
+
+def attend_at_once(qkv, lengths, dropout):
+    """attend for texts of all lengths, shortest first: qkv (T, 3, heads, d), lengths (B,). Returns (T, heads, d).
+
+    A GPU is done with a kernel before the next one is started, so one for each length took half as long again as a step.
+    """
+    offsets, longest = nn.functional.pad(lengths.cumsum(0), (1, 0)).int(), int(lengths[-1])
+    return torch.ops.aten._flash_attention_forward(*qkv.unbind(1), offsets, offsets, longest, longest,
+                                                   dropout.p if dropout.training else 0.0, False, False)[0]
 
 
 def minilm_folder():
@@ -153,6 +165,10 @@ def weights_sha256(tensors):
 def move_to_gpu(model, device):
     """model.to(device), or a UserError where the GPU is full or not one for this torch: that shows by now or in a product."""
     torch.backends.cuda.enable_cudnn_sdp(False)  # it would plan anew for every number of rows of every length
+    # The same seed gives the same bytes: sums are not to be added up in whichever order threads come.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
     try:
         row = model.to(device).get_input_embeddings().weight[:1]
         float(row @ row.T)
@@ -186,13 +202,16 @@ class Encoder(nn.Module):
         places = model.base_model.embeddings.position_embeddings
         padding = -1 if places.padding_idx is None else places.padding_idx  # RoBERTa's first place is behind it
         self.max_length = min(max_length, self.tokenizer.model_max_length, places.num_embeddings - padding - 1)
-        self.device, self.dtype = torch.device("cpu"), torch.float32
+        self.device, self.dtype, self.flash = torch.device("cpu"), torch.float32, False
         self.cached, self.cache_gb, self.folder = cached, cache_gb, folder
         model.requires_grad_(False).eval()
         self.check_like_bert(name, model.base_model)  # on the CPU, where what fails is the encoder's fault and no GPU's
         self.device, self.dtype = device, dtype
         if device.type != "cpu":
             move_to_gpu(model, device)
+        # What attend_at_once is made for: bfloat16, a GPU that has it, and a torch that was built with the kernel.
+        self.flash = device.type == "cuda" and dtype == pick_dtype("auto", device) == torch.bfloat16 and (
+            torch.backends.cuda.is_flash_attention_available())
         layers = model.base_model.encoder.layer
         if not 0 < trained_layers < len(layers):
             raise UserError(f"--trained_layers {trained_layers}: --encoder {name} has {len(layers)} layer(s), of which one or "
@@ -266,11 +285,14 @@ class Encoder(nn.Module):
         with self.autocast():
             projected = linear(x, torch.cat([m.weight for m in parts]), torch.cat([m.bias for m in parts]))
             size = projected.shape[1] // heads // 3
-            context = [projected.new_empty(0, heads, size)]  # for a process that has no row in this batch
-            for block, L in by_row(projected[:T], lengths):
-                qkv = block.view(-1, L, 3, heads, size).permute(2, 0, 3, 1, 4)
-                context.append(attend(qkv, attention.dropout).flatten(0, 1))
-            context = torch.cat(context).flatten(1)
+            if self.flash and size % 8 == 0 and len(lengths):
+                context = attend_at_once(projected.view(T, 3, heads, size), lengths, attention.dropout).flatten(1)
+            else:
+                context = [projected.new_empty(0, heads, size)]  # for a process that has no row in this batch
+                for block, L in by_row(projected[:T], lengths):
+                    qkv = block.view(-1, L, 3, heads, size).permute(2, 0, 3, 1, 4)
+                    context.append(attend(qkv, attention.dropout).flatten(0, 1))
+                context = torch.cat(context).flatten(1)
             if kept is not None:
                 T, context, x = len(kept), context[kept], fill(x[kept])
             x = layer.attention.output(fill(context), x)
@@ -316,7 +338,10 @@ class Encoder(nn.Module):
         parts, z = [], []
         for part, states, lengths, _ in self.trained_out(hidden, rows):
             z.append(states[:0].float())
-            z += [block.view(-1, L, self.hidden_size).float().mean(1) for block, L in by_row(states, lengths)]
+            if self.device.type == "cuda" and len(lengths):  # one kernel, not one for each length
+                z.append(torch.segment_reduce(states.float(), "mean", lengths=lengths, unsafe=True))
+            else:
+                z += [block.view(-1, L, self.hidden_size).float().mean(1) for block, L in by_row(states, lengths)]
             parts.append(part)
         return torch.cat(z)[torch.argsort(torch.cat(parts))]
 

@@ -477,8 +477,22 @@ def speed_table(folder="results"):
             + markdown(["processes of train_imbanid.py", "seconds an epoch", "GB in the largest"], processes))
 
 
+def gpu_table(folder="results"):
+    """The table on training on a GPU, built from results/bench_gpu_*.json (tests/bench_gpu.py --keep); empty without them."""
+    rows = []
+    for path in sorted(Path(folder).glob("bench_gpu_*.json"), reverse=True):
+        found = read_results(path)
+        for stage, script in (("pretrain", "pretrain.py"), ("train", "train_imbanid.py")):
+            fast, slow = (found[side][stage] for side in ("fast", "slow"))
+            rows.append([found["encoder"], script, *(f"{side['rows_per_second']:,.0f}" for side in (fast, slow)),
+                         f"{found[f'{stage}_ratio']:.1f}", *(f"{side['utilisation']:.0f} %" for side in (fast, slow)),
+                         f"{100 * fast['of_matrix_rate']:.1f} %", f"{fast['peak_gpu_memory_mb'] / 1000:.1f}"])
+    return markdown(["encoder, on a GPU", "stage", "rows/s", "rows/s, uncached float32", "ratio", "GPU busy",
+                     "GPU busy, uncached float32", "of the matrix rate", "GB"], rows) if rows else ""
+
+
 TABLES = (headline_table, results_table, ablation_table, settings_table, overview_table, groups_table, leads_table,
-          methods_table, other_settings_table, schedules_table, transport_tables, speed_table)  # what `table` builds
+          methods_table, other_settings_table, schedules_table, transport_tables, speed_table, gpu_table)  # what `table` builds
 
 
 # ---- pictures, a function each; what draws them is imported where it is used, so that the tables start at once ----

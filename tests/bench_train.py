@@ -98,18 +98,23 @@ def matrix_rate(dtype):
     return 2 * 4096 * 384 * 1536 / float(np.median(times))
 
 
-def floor(data, dtype):
-    """Seconds of the last layer's products in all epochs of both stages at that rate: 12 H^2 multiply-adds a token, thrice
-    with the backward pass, of which 3 H^2 for the unmasked tokens of MLM, once without it for features."""
+def operations(encoder, data):
+    """Multiply-adds of the last layer's products in an epoch of either stage: 12 H^2 a token, thrice with the backward pass, of
+    which 3 H^2 for the unmasked tokens of MLM, once without it for features."""
     texts, labels, _, _ = read_run(data)
-    encoder = Encoder("minilm", 128, torch.device("cpu"), torch.float32)
     tokens, dev = (len(encoder.tokenize(texts[split]).values) for split in ("train", "dev"))
-    H, pre, args = encoder.hidden_size, pretrain.Args(), train_imbanid.Args()
+    H, pre = encoder.hidden_size, pretrain.Args()
     steps = -(-len(texts["train"]) // pre.batch_size)
     labelled = tokens / len(texts["train"]) * min(pre.labeled_batch_size, int((labels["train"] >= 0).sum())) * steps
     mlm = tokens * (3 + 9 * 0.15)
-    work = pre.epochs * (3 * (12 * labelled + mlm) + 12 * dev) + args.epochs * (3 * 12 * 2 * tokens + 12 * tokens + 12 * dev)
-    return 2 * H * H * work / matrix_rate(dtype)
+    return H * H * (3 * (12 * labelled + mlm) + 12 * dev), H * H * (3 * 12 * 2 * tokens + 12 * tokens + 12 * dev)
+
+
+def floor(data, dtype):
+    """Seconds of these products in all epochs of both stages at the rate of matrix_rate."""
+    epochs = pretrain.Args().epochs, train_imbanid.Args().epochs
+    work = operations(Encoder("minilm", 128, torch.device("cpu"), torch.float32), data)
+    return 2 * sum(n * each for n, each in zip(epochs, work)) / matrix_rate(dtype)
 
 
 def main(args):

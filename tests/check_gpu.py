@@ -1,0 +1,273 @@
+"""What only a GPU can show, checked on a real one: both stages, the compared methods, predict.py, rot.py, nccl.
+
+Reads   data/raw/demo
+Writes  the screen, one line for each check; its runs lie in a temporary folder
+
+    python tests/check_gpu.py          about two minutes; exit code 1 where a check fails
+
+pytest hides all GPUs: it has to pass without one, and test_gpu.py pretends one. On two GPUs or more nccl runs across two of
+them; on one, two processes share it, each told by NCCL_HOSTID that it is a machine of its own, and meet over the loopback.
+"""
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import BertConfig, BertForMaskedLM, BertTokenizer
+
+REPO = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPO))
+
+import train_imbanid  # noqa: E402
+from encoder import Encoder  # noqa: E402
+from rot import relaxed_ot  # noqa: E402
+
+RUN = "demo_g4_s0"
+PRETRAIN = ("--epochs", 2, "--batch_size", 64, "--max_length", 32)
+TRAIN = ("--epochs", 3, "--batch_size", 64, "--swaps", 5, "--head_lr", 0.01, "--lr", 0.001)
+FLOAT = ("--dtype", "float32")
+METHODS = {"gcd": ("--epochs", 2), "deepaligned": ("--epochs", 2), "clnn": ("--epochs", 2), "dpn": ("--epochs", 2),
+           "latentem": ("--epochs", 2), "usnid": ("--epochs", 2, "--pretrain_epochs", 2), "kmeans": ("--semi_supervised",)}
+
+
+def make_encoder(folder, dropout):
+    """A BERT of three small layers with random weights and the demo's words, as a local model folder."""
+    lines = (REPO / "data/raw/demo/train.tsv").read_text(encoding="utf-8").splitlines()[1:]
+    words = sorted({word for line in lines for word in line.split("\t")[0].lower().split() if word.isalpha()})
+    vocab = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]
+    BertTokenizer(vocab={word: i for i, word in enumerate(vocab)}, do_lower_case=True).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = BertConfig(vocab_size=len(vocab), hidden_size=64, num_hidden_layers=3, num_attention_heads=4,
+                        intermediate_size=128, max_position_embeddings=64, hidden_dropout_prob=dropout,
+                        attention_probs_dropout_prob=dropout)
+    BertForMaskedLM(config).save_pretrained(folder)
+
+
+def start(*words, **env):
+    env = {**os.environ, "OMP_NUM_THREADS": "2", **{key: str(value) for key, value in env.items()}}  # several run at once
+    return subprocess.Popen([sys.executable, *map(str, words)], cwd=REPO, text=True, stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, env=env)
+
+
+def finish(process, ok=True):
+    """(exit code, stdout, stderr); with ok an error unless the code is 0."""
+    out, err = process.communicate(timeout=300)
+    code = process.returncode
+    assert not ok or code == 0, f"{process.args} ended with {code}\n{out[-1500:]}{err[-3000:]}"
+    return code, out, err
+
+
+def run(*words, **env):
+    return finish(start(*words, **env))
+
+
+def bytes_of(folder):
+    return [(folder / f"{name}.npy").read_bytes() for name in ("test_pred", "pseudo_label", "confidence", "train_feature")]
+
+
+class Check:
+    """The folder of the runs, and the checks: each a method that says in a line what it has seen, or raises."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        for name, dropout in (("calm", 0.0), ("plain", 0.1)):
+            make_encoder(folder / name, dropout)
+        self.task = ("--dataset", "demo", "--gamma", 4, "--data_dir", folder / "data")
+        run("make_lt_data.py", *self.task)
+
+    def both(self, where, encoder, *flags, train=(), before="", **env):
+        """Both stages into folder/where. Returns the folder of the run."""
+        out = (*self.task, "--out_dir", self.folder / where, *flags)
+        run("pretrain.py", *out, "--encoder", self.folder / encoder, *PRETRAIN, **env)
+        run("train_imbanid.py", *out, *TRAIN, *train, **env)
+        return self.folder / where / RUN
+
+    def pretraining_as_on_the_cpu(self):
+        """Without dropout, which each draws in its own way, and in float32."""
+        logs = []
+        for kind in ("cpu", "cuda"):
+            words = (*self.task, "--out_dir", self.folder / kind, "--encoder", self.folder / "calm")
+            run("pretrain.py", *words, *PRETRAIN, *FLOAT, "--device", kind)
+            logs.append(torch.load(self.folder / kind / RUN / "pretrain.pt", weights_only=True)["log"])
+        furthest = max(abs(one[key] - other[key]) / abs(one[key]) for one, other in zip(*logs, strict=True)
+                       for key in ("ce", "mlm", "dev_loss"))
+        assert furthest < 1e-2, logs
+        return f"the losses of pre-training differ by {furthest:.1e} at most"
+
+    def same_seed_same_bytes(self):
+        with ThreadPoolExecutor() as pool:
+            one, other = pool.map(lambda name: self.both(name, "plain"), ("first", "second"))
+        assert bytes_of(one) == bytes_of(other)
+        config = json.loads((one / "results.json").read_text())["config"]
+        return f"two runs with dropout in {config['dtype']} end in the same bytes"
+
+    def killed_and_resumed(self):
+        flags = ("--epochs", 12)
+        whole = self.both("whole", "plain", train=flags)
+        task = (*self.task, "--out_dir", self.folder / "broken")
+        run("pretrain.py", *task, "--encoder", self.folder / "plain", *PRETRAIN)
+        process, log = start("train_imbanid.py", *task, *TRAIN, *flags), self.folder / "broken" / RUN / "log.jsonl"
+        while process.poll() is None and not (log.exists() and len(log.read_text().splitlines()) >= 3):
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+        assert finish(process, ok=False)[0] == -signal.SIGKILL
+        said = run("train_imbanid.py", *task, *TRAIN, *flags)[1]
+        assert "resuming" in said and bytes_of(whole) == bytes_of(self.folder / "broken" / RUN), said
+        return f"after a kill -9, '{said.splitlines()[0].split('/')[-1]}', the same bytes as unbroken"
+
+    def all_flags(self):
+        """The pseudo-labels of Table 3 and the number of classes, each whole on the GPU."""
+        task = (*self.task, "--out_dir", self.folder / "flags")
+        run("pretrain.py", *task, "--encoder", self.folder / "plain", *PRETRAIN, "--trained_layers", 2)
+        kinds = {"kmeans": ("--num_classes", "auto"), "mot": (), "eot": ("--num_classes", "appendix_e"), "cot": ("--no_cache",)}
+        started = [start("train_imbanid.py", *task, *TRAIN, "--pseudo_label", kind, *flags, "--tag", f"by_{kind}")
+                   for kind, flags in kinds.items()]
+        for process in started:
+            finish(process)
+        return f"--pseudo_label {', '.join(kinds)}, --num_classes auto and appendix_e, --no_cache, --trained_layers 2 end"
+
+    def compared_methods(self):
+        task = (*self.task, "--encoder", self.folder / "plain", "--max_length", 32)
+        started = [start("-m", f"baselines.{name}", *task, "--out_dir", self.folder / f"of_{name}", *flags)
+                   for name, flags in METHODS.items()]
+        for process in started:
+            finish(process)
+        return f"{', '.join(METHODS)} end"
+
+    def new_texts(self):
+        out = self.both("own", "plain", *FLOAT)
+        texts = self.folder / "new.txt"
+        texts.write_text("my card was declined\nbalance\nno signal\n")
+        run("predict.py", out, "--data_dir", self.folder / "data")
+        for device in ("cpu", "cuda"):
+            run("predict.py", out, texts, "--data_dir", self.folder / "data", "--device", device, *FLOAT, "-o",
+                self.folder / f"{device}.csv")
+        one, other = ((self.folder / f"{device}.csv").read_text() for device in ("cpu", "cuda"))
+        assert one == other, (one, other)
+        return "predict.py writes the same table on both"
+
+    def nccl(self):
+        """Two processes. Without MLM, whose masks each draws for its rows, pre-training has the losses of one process."""
+        run("pretrain.py", *self.task, "--out_dir", self.folder / "one", "--encoder", self.folder / "calm", *PRETRAIN, *FLOAT,
+            "--no_mlm")
+        several = torch.cuda.device_count() > 1
+
+        def two(*words):
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = free.getsockname()[1]
+            env = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_WORLD_SIZE": 2 if several else 1}
+            if not several:
+                env |= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_P2P_DISABLE": 1, "NCCL_SHM_DISABLE": 1, "NCCL_IB_DISABLE": 1}
+            started = [start(*words, **env, RANK=rank, LOCAL_RANK=rank if several else 0, NCCL_HOSTID=f"host{rank}")
+                       for rank in range(2)]
+            with ThreadPoolExecutor() as pool:
+                return [*pool.map(finish, started)]
+
+        task = (*self.task, "--out_dir", self.folder / "two", *FLOAT)
+        two("pretrain.py", *task, "--encoder", self.folder / "calm", *PRETRAIN, "--no_mlm")
+        logs = [torch.load(self.folder / where / RUN / "pretrain.pt", weights_only=True)["log"] for where in ("one", "two")]
+        furthest = max(abs(one["ce"] - other["ce"]) / one["ce"] for one, other in zip(*logs, strict=True))
+        assert furthest < 1e-3, logs
+        two("train_imbanid.py", *task, *TRAIN)
+        results = json.loads((self.folder / "two" / RUN / "results.json").read_text())
+        assert results["processes"] == 2 and abs(np.load(self.folder / "two" / RUN / "beta.npy").sum() - 1) < 1e-6
+        return (f"two processes on {'two GPUs' if several else 'one GPU'}: the losses of pre-training differ from those of "
+                f"one by {furthest:.1e}; stage 3 ends")
+
+    def refusals(self):
+        """Exit code 2 and one line, where more processes than GPUs are started, and where the GPU's memory does not do."""
+        count = torch.cuda.device_count() + 1
+        words = (*self.task, "--out_dir", self.folder / "refused", "--encoder", self.folder / "plain", *PRETRAIN)
+        env = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "RANK": 0, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1",
+               "MASTER_PORT": 29999}
+        limited = ("import runpy, sys, torch; torch.cuda.set_per_process_memory_fraction({} / torch.cuda.mem_get_info()[1]); "
+                   "sys.argv = sys.argv[1:]; sys.path.insert(0, '.'); runpy.run_path(sys.argv[0], run_name='__main__')")
+        said = []
+        for process in (start("pretrain.py", *words, **env), *(
+                start("-c", limited.format(mb * 2**20), "pretrain.py", *words) for mb in (1, 3, 45))):
+            code, _, err = finish(process, ok=False)
+            lines = [line for line in err.splitlines() if line.strip()]
+            assert code == 2 and len(lines) == 1, (code, err[-2000:])
+            said += lines
+        return "refused: " + " | ".join(said)
+
+    def transport(self):
+        """rot.py on 100,000 rows and 150 columns, in float32: the same plan, and how many times as fast."""
+        log_p = (20 * torch.randn(100_000, 150, generator=torch.Generator().manual_seed(0)) ** 3 / 10).log_softmax(1)
+        found, seconds = [], []
+        for device in ("cpu", "cuda"):
+            scores = log_p.to(device)
+            relaxed_ot(scores)
+            torch.cuda.synchronize()
+            begun = time.perf_counter()
+            found.append(relaxed_ot(scores))
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - begun)
+        furthest = float((found[0].plan - found[1].plan.cpu()).abs().max()) * len(log_p)
+        assert all(one.converged for one in found) and furthest < 1e-3, furthest
+        return (f"N Q of 100,000 x 150 differs by {furthest:.1e}; {seconds[1]:.3f} s on the GPU, {seconds[0]:.2f} s on "
+                f"{torch.get_num_threads()} threads, {found[1].n_iter} steps")
+
+    def batch(self):
+        """Trunk, features, loss and gradients of stage 3 in one batch of texts of all lengths, in both types."""
+        texts = ["pay " + "my bill " * (i % 14) + str(i) for i in range(200)]
+        found = {}
+        for device, dtype in (("cpu", "float32"), ("cuda", "float32"), ("cuda", "bfloat16")):
+            encoder = Encoder(str(self.folder / "calm"), 32, torch.device(device), getattr(torch, dtype)).train()
+            tokens, args = encoder.tokenize(texts), train_imbanid.Args()
+            view = encoder.trunk(encoder.replace_tokens(tokens, 0.5, torch.Generator().manual_seed(0)))
+            head = torch.nn.Parameter(torch.randn(4, 64, generator=torch.Generator().manual_seed(1)).to(device))
+            rows = torch.randperm(200, generator=torch.Generator().manual_seed(2)).to(device)
+            label, confidence, clean = rows % 4, rows / 200, rows % 3 > 0
+            given = encoder, head, encoder.trunk(tokens), view, rows, label, confidence, clean, args
+            loss, *_ = train_imbanid.batch_loss(*given)
+            loss.backward()
+            grads = [p.grad.flatten() for p in (head, *encoder.trained_layers.parameters()) if p.grad is not None]
+            found[device, dtype] = [x.detach().float().cpu() for x in (encoder.all_features(view), loss, torch.cat(grads))]
+        off = {key: [float((x - y).norm() / y.norm()) for x, y in zip(value, found["cpu", "float32"])]
+               for key, value in found.items()}
+        assert max(off["cuda", "float32"]) < 1e-3 and max(off["cuda", "bfloat16"][:2]) < 2e-2, off
+        assert off["cuda", "bfloat16"][2] < 0.5, off
+        return "features, loss, gradients differ from the CPU's float32 by " + " and by ".join(
+            ", ".join(f"{x:.0e}" for x in off["cuda", dtype]) + f" in {dtype}" for dtype in ("float32", "bfloat16"))
+
+
+def main():
+    if not torch.cuda.is_available():
+        raise SystemExit("no GPU is visible here: pytest checks what can be checked without one")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {os.cpu_count()} cores", flush=True)
+    wanted = sys.argv[1:]
+    with tempfile.TemporaryDirectory() as folder:
+        check = Check(Path(folder))
+        names = [name for name in vars(Check) if not re.fullmatch("__.*|both", name) and (not wanted or name in wanted)]
+
+        def attempt(name):
+            begun = time.perf_counter()
+            try:
+                said, passed = getattr(check, name)(), True
+            except Exception:
+                said, passed = traceback.format_exc(), False
+            print(f"{'ok' if passed else 'FAILED'}: {name}, {time.perf_counter() - begun:.0f} s: {said}", flush=True)
+            return passed
+
+        here = [name for name in names if name in ("transport", "batch")]  # in this process, before others share the GPU
+        passed = [*map(attempt, here)]
+        with ThreadPoolExecutor(6) as pool:
+            passed += pool.map(attempt, [name for name in names if name not in here])
+    if not all(passed):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
