@@ -165,16 +165,15 @@ def weights_sha256(tensors):
 def move_to_gpu(model, device):
     """model.to(device), or a UserError where the GPU is full or not one for this torch: that shows by now or in a product."""
     torch.backends.cuda.enable_cudnn_sdp(False)  # it would plan anew for every number of rows of every length
-    # The same seed gives the same bytes: sums are not to be added up in whichever order threads come.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # asked for below, and read at the first product
     try:
         row = model.to(device).get_input_embeddings().weight[:1]
         float(row @ row.T)
     except (RuntimeError, AssertionError) as err:  # the latter from a torch that was built without CUDA
         reason = str(err).strip().splitlines()[0]
         raise ThisProcessError(f"the GPU cannot be used ({reason[:150]}): pass --device cpu") from None
+    torch.use_deterministic_algorithms(True)  # the same seed gives the same bytes: by itself a GPU adds up in any order
+    torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 def pick_dtype(wanted, device):

@@ -443,7 +443,7 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
         return gather_rows(normalize(encoder.all_features(hidden[split]), dim=1), len(labels[split]))
 
     means = class_means(unit_features("train"), label, meta["num_known"])
-    classifier = nn.Parameter(sum_over_ranks(means * (rank == 0)) if len(means) else means)  # GPUs add up in any order
+    classifier = nn.Parameter(sum_over_ranks(means * (rank == 0)) if len(means) else means)  # GPUs may round apart
     layers = list(encoder.trained_layers.parameters())
     heads = [classifier] + [p for p in encoder.mlm_head.parameters() if p.requires_grad and not args.no_mlm]
     optimizer = torch.optim.AdamW([{"params": layers, "lr": args.lr}, {"params": heads, "lr": args.head_lr}], weight_decay=0.01)

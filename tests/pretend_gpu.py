@@ -89,6 +89,7 @@ def pretend_gpu(monkeypatch, *modules):
     monkeypatch.setattr(torch, "save", lambda state, file: save(tree_map(
         lambda x: x.cpu() if isinstance(x, torch.Tensor) else x, state), file))
     monkeypatch.setattr(encoder, "load_masked_lm", load)
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda mode: None)  # it would hold for the tests after this one
     monkeypatch.setattr(encoder.Encoder, "autocast", lambda self: contextlib.nullcontext())
     for name in modules:
         monkeypatch.setattr(importlib.import_module(name), "pick_device", lambda wanted: GPU)
