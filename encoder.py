@@ -111,7 +111,8 @@ def attend(qkv, dropout):
 def attend_at_once(qkv, lengths, dropout):
     """attend for texts of all lengths, shortest first: qkv (T, 3, heads, d), lengths (B,). Returns (T, heads, d).
 
-    A GPU is done with a kernel before the next one is started, so one for each length took half as long again as a step.
+    In bfloat16 on a GPU, which is done with a kernel before Python has started the next: one for each length cost a third of a
+    step's time.
     """
     offsets, longest = nn.functional.pad(lengths.cumsum(0), (1, 0)).int(), int(lengths[-1])
     return torch.ops.aten._flash_attention_forward(*qkv.unbind(1), offsets, offsets, longest, longest,
@@ -163,16 +164,19 @@ def weights_sha256(tensors):
 
 
 def move_to_gpu(model, device):
-    """model.to(device), or a UserError where the GPU is full or not one for this torch: that shows by now or in a product."""
+    """model.to(device), or a UserError where the GPU is full or not one for this torch: that shows by now or in a product.
+
+    From here on the whole process adds up in one order, so that the same seed gives the same bytes.
+    """
     torch.backends.cuda.enable_cudnn_sdp(False)  # it would plan anew for every number of rows of every length
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # asked for below, and read at the first product
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read at the first product; without it what is set below is refused
     try:
         row = model.to(device).get_input_embeddings().weight[:1]
         float(row @ row.T)
     except (RuntimeError, AssertionError) as err:  # the latter from a torch that was built without CUDA
         reason = str(err).strip().splitlines()[0]
         raise ThisProcessError(f"the GPU cannot be used ({reason[:150]}): pass --device cpu") from None
-    torch.use_deterministic_algorithms(True)  # the same seed gives the same bytes: by itself a GPU adds up in any order
+    torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
 
 
@@ -208,9 +212,10 @@ class Encoder(nn.Module):
         self.device, self.dtype = device, dtype
         if device.type != "cpu":
             move_to_gpu(model, device)
-        # What attend_at_once is made for: bfloat16, a GPU that has it, and a torch that was built with the kernel.
+        # What attend_at_once is made for: bfloat16, a GPU that has it, a torch that was built with the kernel, sizes it takes.
+        size = model.config.hidden_size // model.config.num_attention_heads
         self.flash = device.type == "cuda" and dtype == pick_dtype("auto", device) == torch.bfloat16 and (
-            torch.backends.cuda.is_flash_attention_available())
+            torch.backends.cuda.is_flash_attention_available() and size % 8 == 0 and size <= 256)
         layers = model.base_model.encoder.layer
         if not 0 < trained_layers < len(layers):
             raise UserError(f"--trained_layers {trained_layers}: --encoder {name} has {len(layers)} layer(s), of which one or "
@@ -274,8 +279,8 @@ class Encoder(nn.Module):
     def run_layer(self, layer, x, lengths, kept=None):
         """A transformer layer on the tokens x (T, H) of rows sorted by length, lengths (B,). Returns (T, H).
 
-        Rows of one length attend as one block, so nothing is padded. With kept, positions in x, the layer's second half
-        runs for those tokens alone, and they are what is returned.
+        Rows of one length attend as one block, or all at once: nothing is padded. With kept, positions in x, the layer's second
+        half runs for those tokens alone, and they are what is returned.
         """
         attention = layer.attention.self
         parts = [getattr(attention, name) for name in ("query", "key", "value")]
@@ -284,7 +289,7 @@ class Encoder(nn.Module):
         with self.autocast():
             projected = linear(x, torch.cat([m.weight for m in parts]), torch.cat([m.bias for m in parts]))
             size = projected.shape[1] // heads // 3
-            if self.flash and size % 8 == 0 and len(lengths):
+            if self.flash and len(lengths):
                 context = attend_at_once(projected.view(T, 3, heads, size), lengths, attention.dropout).flatten(1)
             else:
                 context = [projected.new_empty(0, heads, size)]  # for a process that has no row in this batch
@@ -336,10 +341,10 @@ class Encoder(nn.Module):
         """z (B, H) float32: the mean over all real tokens, [CLS] included (Sec. 3.3), of rows (B,) of Packed hidden."""
         parts, z = [], []
         for part, states, lengths, _ in self.trained_out(hidden, rows):
-            z.append(states[:0].float())
             if self.device.type == "cuda" and len(lengths):  # one kernel, not one for each length
                 z.append(torch.segment_reduce(states.float(), "mean", lengths=lengths, unsafe=True))
             else:
+                z.append(states[:0].float())
                 z += [block.view(-1, L, self.hidden_size).float().mean(1) for block, L in by_row(states, lengths)]
             parts.append(part)
         return torch.cat(z)[torch.argsort(torch.cat(parts))]

@@ -469,9 +469,9 @@ def speed_table(folder="results"):
     found = read_results(path)
     rows = [[title, f"{found[side]['total']:.0f}",
              *(f"{found[side][stage]['seconds']:.0f} s, {found[side][stage]['rows_per_second']:.0f} rows/s, "
-               f"{found[side][stage]['peak_memory_mb'] / 1000:.1f} GB" for stage in ("pretrain", "train"))]
+               f"{found[side][stage]['peak_memory_mb'] * 2**20 / 1e9:.1f} GB" for stage in ("pretrain", "train"))]
             for title, side in (("default", "fast"), ("--no_cache --dtype float32", "slow"))]
-    processes = [[P, f"{row['seconds_an_epoch']:.1f}", f"{row['peak_memory_mb'] / 1000:.1f}"]
+    processes = [[P, f"{row['seconds_an_epoch']:.1f}", f"{row['peak_memory_mb'] * 2**20 / 1e9:.1f}"]
                  for P, row in found["processes"].items()]
     return (markdown(["clinc, gamma 10, minilm", "seconds, both stages", "pretrain.py", "train_imbanid.py"], rows) + "\n\n"
             + markdown(["processes of train_imbanid.py", "seconds an epoch", "GB in the largest"], processes))
@@ -485,8 +485,9 @@ def gpu_table(folder="results"):
         for stage, script in (("pretrain", "pretrain.py"), ("train", "train_imbanid.py")):
             fast, slow = (found[side][stage] for side in ("fast", "slow"))
             rows.append([found["encoder"], script, *(f"{side['rows_per_second']:,.0f}" for side in (fast, slow)),
-                         f"{found[f'{stage}_ratio']:.1f}", *(f"{side['utilisation']:.0f} %" for side in (fast, slow)),
-                         f"{100 * fast['of_matrix_rate']:.1f} %", f"{fast['peak_gpu_memory_mb'] / 1000:.1f}"])
+                         f"{found[f'{stage}_ratio']:.1f}",
+                         *("-" if side["utilisation"] is None else f"{side['utilisation']:.0f} %" for side in (fast, slow)),
+                         f"{100 * fast['of_matrix_rate']:.1f} %", f"{fast['peak_gpu_memory_mb'] * 2**20 / 1e9:.1f}"])
     return markdown(["encoder, on a GPU", "stage", "rows/s", "rows/s, uncached float32", "ratio", "GPU busy",
                      "GPU busy, uncached float32", "of the matrix rate", "GB"], rows) if rows else ""
 

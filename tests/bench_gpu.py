@@ -68,7 +68,7 @@ def measure(module, epochs, *words):
 
     ask = ["nvidia-smi", "--id=0", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "-lms", "50"]
     smi = subprocess.Popen(ask, stdout=subprocess.PIPE, text=True)
-    watcher = threading.Thread(target=lambda: seen.extend((time.perf_counter(), float(line)) for line in smi.stdout))
+    watcher = threading.Thread(target=lambda: seen.extend((time.perf_counter(), line.strip()) for line in smi.stdout))
     watcher.start()
     torch.cuda.reset_peak_memory_stats()
     module.train_epoch = train_epoch
@@ -78,7 +78,7 @@ def measure(module, epochs, *words):
         module.train_epoch = original
         smi.terminate()
         watcher.join()
-    used = [share for at, share in seen if starts[1] <= at <= starts[-1]]
+    used = [float(share) for at, share in seen if share.isdecimal() and starts[1] + 1 <= at <= starts[-1]]  # of the last second
     return {"seconds_an_epoch": (starts[-1] - starts[1]) / (len(starts) - 2),
             "utilisation": float(np.mean(used)) if used else None,
             "peak_gpu_memory_mb": torch.cuda.max_memory_allocated() / 2**20}
@@ -99,7 +99,7 @@ def main(args):
         raise UserError(f"--encoder {args.encoder} is unknown: choose minilm or base")
     raw = Path(os.environ.get("RAW_DIR") or REPO.parent / "shared/raw").resolve()
     found = {"machine": torch.cuda.get_device_name(), "cores": os.cpu_count(), "torch": torch.__version__,
-             "commit": pretrain.commit(), "encoder": args.encoder}
+             "commit": pretrain.commit(), "encoder": args.encoder, "dataset": args.dataset, "gamma": args.gamma}
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         task = ("--dataset", args.dataset, "--gamma", args.gamma, "--data_dir", folder / "data")
@@ -109,11 +109,10 @@ def main(args):
         if encoder == "base":
             encoder = folder / "base"
             base_encoder(encoder)
-        # Whole rounds behind the first epoch: 10 epochs with 2 maskings, 6 with 3 views; those of "slow" cost all the same.
-        for side, pre, train, flags in (("fast", 12, 8, ()), ("slow", 4, 4, ("--no_cache", "--dtype", "float32"))):
-            words = (*task, "--out_dir", folder / side, *flags)
-            found[side] = {"pretrain": measure(pretrain, pre, *words, "--encoder", encoder, "--patience", 100),
-                           "train": measure(train_imbanid, train, *words)}
+        for side, flags in (("fast", ()), ("slow", ("--no_cache", "--dtype", "float32"))):  # behind the first epoch 10 with 2
+            words = (*task, "--out_dir", folder / side, *flags)  # maskings, 6 with 3 views
+            found[side] = {"pretrain": measure(pretrain, 12, *words, "--encoder", encoder, "--patience", 100),
+                           "train": measure(train_imbanid, 8, *words)}
         model = Encoder(str(encoder), 128, torch.device("cuda"), torch.bfloat16)
         works, rate = operations(model, folder / "data" / name), matrix_rate(torch.bfloat16)
     found["matrix_rate"] = rate
@@ -126,7 +125,7 @@ def main(args):
         for side in ("fast", "slow"):
             s = found[side][stage]
             print(f"{stage}, {side}: {s['seconds_an_epoch']:.3f} s an epoch, {s['rows_per_second']:.0f} rows/s, "
-                  f"{s['peak_gpu_memory_mb']:.0f} MB" + (f", GPU busy {s['utilisation']:.0f} %" if s["utilisation"] else ""))
+                  f"{s['peak_gpu_memory_mb']:.0f} MB, GPU busy {s['utilisation']} %")
         print(f"{stage}: {found[f'{stage}_ratio']:.1f} times as fast; the last layer's products take "
               f"{100 * fast['of_matrix_rate']:.2f} % of the rate of a large one")
     if args.keep:

@@ -3,7 +3,8 @@
 Reads   data/raw/demo
 Writes  the screen, one line for each check; its runs lie in a temporary folder
 
-    python tests/check_gpu.py          about two minutes; exit code 1 where a check fails
+    python tests/check_gpu.py                   about two minutes; exit code 1 where a check fails
+    python tests/check_gpu.py nccl attention    these checks alone
 
 pytest hides all GPUs: it has to pass without one, and test_gpu.py pretends one. On two GPUs or more nccl runs across two of
 them; on one, two processes share it, each told by NCCL_HOSTID that it is a machine of its own, and meet over the loopback.
@@ -29,10 +30,11 @@ REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
 import train_imbanid  # noqa: E402
-from encoder import Encoder  # noqa: E402
+from encoder import Dropout, Encoder, attend, attend_at_once  # noqa: E402
 from rot import relaxed_ot  # noqa: E402
 
 RUN = "demo_g4_s0"
+STARTED = []  # every process, so that none outlives this one
 PRETRAIN = ("--epochs", 2, "--batch_size", 64, "--max_length", 32)
 TRAIN = ("--epochs", 3, "--batch_size", 64, "--swaps", 5, "--head_lr", 0.01, "--lr", 0.001)
 FLOAT = ("--dtype", "float32")
@@ -55,13 +57,18 @@ def make_encoder(folder, dropout):
 
 def start(*words, **env):
     env = {**os.environ, "OMP_NUM_THREADS": "2", **{key: str(value) for key, value in env.items()}}  # several run at once
-    return subprocess.Popen([sys.executable, *map(str, words)], cwd=REPO, text=True, stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, env=env)
+    STARTED.append(subprocess.Popen([sys.executable, *map(str, words)], cwd=REPO, text=True, stdout=subprocess.PIPE,
+                                    stderr=subprocess.PIPE, env=env))
+    return STARTED[-1]
 
 
 def finish(process, ok=True):
     """(exit code, stdout, stderr); with ok an error unless the code is 0."""
-    out, err = process.communicate(timeout=300)
+    try:
+        out, err = process.communicate(timeout=300)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
     code = process.returncode
     assert not ok or code == 0, f"{process.args} ended with {code}\n{out[-1500:]}{err[-3000:]}"
     return code, out, err
@@ -85,11 +92,11 @@ class Check:
         self.task = ("--dataset", "demo", "--gamma", 4, "--data_dir", folder / "data")
         run("make_lt_data.py", *self.task)
 
-    def both(self, where, encoder, *flags, train=(), before="", **env):
+    def both(self, where, *flags, train=()):
         """Both stages into folder/where. Returns the folder of the run."""
         out = (*self.task, "--out_dir", self.folder / where, *flags)
-        run("pretrain.py", *out, "--encoder", self.folder / encoder, *PRETRAIN, **env)
-        run("train_imbanid.py", *out, *TRAIN, *train, **env)
+        run("pretrain.py", *out, "--encoder", self.folder / "plain", *PRETRAIN)
+        run("train_imbanid.py", *out, *TRAIN, *train)
         return self.folder / where / RUN
 
     def pretraining_as_on_the_cpu(self):
@@ -106,14 +113,14 @@ class Check:
 
     def same_seed_same_bytes(self):
         with ThreadPoolExecutor() as pool:
-            one, other = pool.map(lambda name: self.both(name, "plain"), ("first", "second"))
+            one, other = pool.map(self.both, ("first", "second"))
         assert bytes_of(one) == bytes_of(other)
         config = json.loads((one / "results.json").read_text())["config"]
         return f"two runs with dropout in {config['dtype']} end in the same bytes"
 
     def killed_and_resumed(self):
         flags = ("--epochs", 12)
-        whole = self.both("whole", "plain", train=flags)
+        whole = self.both("whole", train=flags)
         task = (*self.task, "--out_dir", self.folder / "broken")
         run("pretrain.py", *task, "--encoder", self.folder / "plain", *PRETRAIN)
         process, log = start("train_imbanid.py", *task, *TRAIN, *flags), self.folder / "broken" / RUN / "log.jsonl"
@@ -145,7 +152,7 @@ class Check:
         return f"{', '.join(METHODS)} end"
 
     def new_texts(self):
-        out = self.both("own", "plain", *FLOAT)
+        out = self.both("labelled", *FLOAT)
         texts = self.folder / "new.txt"
         texts.write_text("my card was declined\nbalance\nno signal\n")
         run("predict.py", out, "--data_dir", self.folder / "data")
@@ -169,8 +176,8 @@ class Check:
             env = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_WORLD_SIZE": 2 if several else 1}
             if not several:
                 env |= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_P2P_DISABLE": 1, "NCCL_SHM_DISABLE": 1, "NCCL_IB_DISABLE": 1}
-            started = [start(*words, **env, RANK=rank, LOCAL_RANK=rank if several else 0, NCCL_HOSTID=f"host{rank}")
-                       for rank in range(2)]
+            own = [{"LOCAL_RANK": rank} if several else {"LOCAL_RANK": 0, "NCCL_HOSTID": f"host{rank}"} for rank in range(2)]
+            started = [start(*words, **env, RANK=rank, **own[rank]) for rank in range(2)]
             with ThreadPoolExecutor() as pool:
                 return [*pool.map(finish, started)]
 
@@ -178,7 +185,7 @@ class Check:
         two("pretrain.py", *task, "--encoder", self.folder / "calm", *PRETRAIN, "--no_mlm")
         logs = [torch.load(self.folder / where / RUN / "pretrain.pt", weights_only=True)["log"] for where in ("one", "two")]
         furthest = max(abs(one["ce"] - other["ce"]) / one["ce"] for one, other in zip(*logs, strict=True))
-        assert furthest < 1e-3, logs
+        assert furthest < 1e-5, logs
         two("train_imbanid.py", *task, *TRAIN)
         results = json.loads((self.folder / "two" / RUN / "results.json").read_text())
         assert results["processes"] == 2 and abs(np.load(self.folder / "two" / RUN / "beta.npy").sum() - 1) < 1e-6
@@ -186,21 +193,37 @@ class Check:
                 f"one by {furthest:.1e}; stage 3 ends")
 
     def refusals(self):
-        """Exit code 2 and one line, where more processes than GPUs are started, and where the GPU's memory does not do."""
+        """Exit code 2 and one line, where more processes than GPUs are started, and where the GPU has memory for nothing, for
+        the model alone, and for that and its products.
+        """
         count = torch.cuda.device_count() + 1
         words = (*self.task, "--out_dir", self.folder / "refused", "--encoder", self.folder / "plain", *PRETRAIN)
         env = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "RANK": 0, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1",
                "MASTER_PORT": 29999}
         limited = ("import runpy, sys, torch; torch.cuda.set_per_process_memory_fraction({} / torch.cuda.mem_get_info()[1]); "
                    "sys.argv = sys.argv[1:]; sys.path.insert(0, '.'); runpy.run_path(sys.argv[0], run_name='__main__')")
-        said = []
-        for process in (start("pretrain.py", *words, **env), *(
-                start("-c", limited.format(mb * 2**20), "pretrain.py", *words) for mb in (1, 3, 45))):
+        said, started = [], [start("pretrain.py", *words, **env)]
+        started += [start("-c", limited.format(mb * 2**20), "pretrain.py", *words) for mb in (1, 3, 45)]
+        for process, reason in zip(started, ("visible GPUs", "cannot be used", "cannot be used", "out of memory"), strict=True):
             code, _, err = finish(process, ok=False)
             lines = [line for line in err.splitlines() if line.strip()]
-            assert code == 2 and len(lines) == 1, (code, err[-2000:])
+            assert code == 2 and len(lines) == 1 and reason in lines[0], (code, reason, err[-2000:])
             said += lines
         return "refused: " + " | ".join(said)
+
+    def attention(self):
+        """attend_at_once in bfloat16 against attend in float32 on the CPU, a text at a time, and its gradient."""
+        lengths, dropout = torch.tensor([3, 3, 5, 8, 8, 13, 40, 128]), Dropout(0.1).eval()
+        qkv, weight = (torch.randn(208, n, 4, 32, generator=torch.Generator().manual_seed(n)) for n in (3, 1))
+        here, there = qkv.clone().requires_grad_(), qkv.bfloat16().cuda().requires_grad_()
+        texts = [attend(text.permute(1, 2, 0, 3)[:, None], dropout).flatten(0, 1) for text in here.split(lengths.tolist())]
+        found = []
+        for given, mixed in ((here, torch.cat(texts)), (there, attend_at_once(there, lengths.cuda(), dropout))):
+            (mixed.float().cpu() * weight[:, 0]).sum().backward()
+            found.append((mixed.detach().float().cpu(), given.grad.float().cpu()))
+        off = [float((other - one).norm() / one.norm()) for one, other in zip(*found, strict=True)]
+        assert max(off) < 2e-2, off
+        return f"attention of texts of 3 to 128 tokens at once differs by {off[0]:.0e}, its gradient by {off[1]:.0e}"
 
     def transport(self):
         """rot.py on 100,000 rows and 150 columns, in float32: the same plan, and how many times as fast."""
@@ -237,8 +260,7 @@ class Check:
             found[device, dtype] = [x.detach().float().cpu() for x in (encoder.all_features(view), loss, torch.cat(grads))]
         off = {key: [float((x - y).norm() / y.norm()) for x, y in zip(value, found["cpu", "float32"])]
                for key, value in found.items()}
-        assert max(off["cuda", "float32"]) < 1e-3 and max(off["cuda", "bfloat16"][:2]) < 2e-2, off
-        assert off["cuda", "bfloat16"][2] < 0.5, off
+        assert max(off["cuda", "float32"]) < 1e-3 and max(off["cuda", "bfloat16"]) < 2e-2, off
         return "features, loss, gradients differ from the CPU's float32 by " + " and by ".join(
             ", ".join(f"{x:.0e}" for x in off["cuda", dtype]) + f" in {dtype}" for dtype in ("float32", "bfloat16"))
 
@@ -247,10 +269,12 @@ def main():
     if not torch.cuda.is_available():
         raise SystemExit("no GPU is visible here: pytest checks what can be checked without one")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {os.cpu_count()} cores", flush=True)
-    wanted = sys.argv[1:]
+    names = [name for name in vars(Check) if not re.fullmatch("__.*|both", name)]
+    wanted = sys.argv[1:] or names
+    if not set(wanted) <= set(names):
+        raise SystemExit(f"choose among {' '.join(names)}")
     with tempfile.TemporaryDirectory() as folder:
         check = Check(Path(folder))
-        names = [name for name in vars(Check) if not re.fullmatch("__.*|both", name) and (not wanted or name in wanted)]
 
         def attempt(name):
             begun = time.perf_counter()
@@ -261,10 +285,15 @@ def main():
             print(f"{'ok' if passed else 'FAILED'}: {name}, {time.perf_counter() - begun:.0f} s: {said}", flush=True)
             return passed
 
-        here = [name for name in names if name in ("transport", "batch")]  # in this process, before others share the GPU
-        passed = [*map(attempt, here)]
-        with ThreadPoolExecutor(6) as pool:
-            passed += pool.map(attempt, [name for name in names if name not in here])
+        here = [name for name in wanted if name in ("transport", "batch", "attention")]  # before others share the GPU
+        try:
+            passed = [*map(attempt, here)]
+            with ThreadPoolExecutor(6) as pool:
+                passed += pool.map(attempt, [name for name in wanted if name not in here])
+        finally:
+            for process in STARTED:
+                process.kill()
+                process.wait()
     if not all(passed):
         raise SystemExit(1)
 
