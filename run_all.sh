@@ -31,6 +31,7 @@ if [ -z "$own" ]; then
     gamma=$1
     shift
 fi
+here=$PWD
 cd "$(dirname "$0")"
 seeds=${SEEDS:-${SEED:-0}}
 nproc=${NPROC:-1}
@@ -76,6 +77,9 @@ esac
 if [ -z "$own" ] && [ ${#name[@]} -gt 0 ]; then
     echo "run_all.sh: --name_command is for a table; a benchmark's clusters are named by predict.py out/RUN --name_command PROGRAM" >&2
     exit 2
+fi
+if [ ${#name[@]} -gt 0 ] && [ ! . -ef "$here" ]; then  # a program may be given as seen from where it was asked for
+    name=("--name_command=cd $(printf %q "$here") && ${name[0]#*=}")
 fi
 stage=(train_imbanid.py) module=train_imbanid
 if [ "$method" != imbanid ]; then

@@ -87,9 +87,10 @@ def test_flags_reach_the_stages_they_are_for(tmp_path):
     (own / "python").write_text("#!/bin/sh\n[ \"$1\" = -c ] && echo run$5 || echo \"$@\"\n")
     (own / "python").chmod(0o755)
     ask = " --name_command=ask"
-    for naming in ((ask, ask), ("", ask)):  # asked once a run: the names of a clusters.csv may have been edited
-        done = subprocess.run(["bash", own / "run_all.sh", "a.csv", *ask.split()], text=True, check=True, capture_output=True,
-                              env={**os.environ, "PATH": f"{own}:{os.environ['PATH']}", "SEEDS": "0 1"})
+    there = f" --name_command=cd {tmp_path} && ask"
+    for cwd, naming in ((own, (ask, ask)), (tmp_path, ("", there))):  # once a run: names in a clusters.csv may have been edited
+        done = subprocess.run(["bash", own / "run_all.sh", "a.csv", *ask.split()], cwd=cwd, text=True, check=True,
+                              capture_output=True, env={**os.environ, "PATH": f"{own}:{os.environ['PATH']}", "SEEDS": "0 1"})
         assert [line for line in done.stdout.splitlines() if line.startswith(("predict", "figures"))] == [
             f"predict.py out/run0{naming[0]}", "figures.py out/run0", f"predict.py out/run1{naming[1]}", "figures.py out/run1"]
         assert ("out/run0/clusters.csv is there already" in done.stdout) == (not naming[0])
