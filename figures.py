@@ -68,6 +68,7 @@ LEADS = {("test", "ACC"): "C", ("test", "tail"): "tail (C)", ("test_kmeans", "AC
 METHOD_COLUMNS = (*(f"{c} (C)" for c in COLUMNS[:5]), "ACC (T)", "epochs", "seconds")
 HELD = ", labels held"  # behind a method's title: its features, with GCD's end instead of its own under C
 CUT = ", cut short"  # likewise: on a shorter schedule than the published one, whose runs have the tag "full"
+GB = 2**20 / 1e9  # of a "memory_mb" in results/
 OF_A_RUN = ("seed", "data", "pretrain", "dtype", "no_cache")  # what runs over seeds and machines may differ in
 WITH_IT = {"lr": "head_lr", "epochs": "max_steps"}  # flags that are set together, in tables of one of them
 USAGE = ("usage: figures.py RUN..., figures.py mean RUN..., figures.py keep RUN..., or figures.py table "
@@ -469,9 +470,9 @@ def speed_table(folder="results"):
     found = read_results(path)
     rows = [[title, f"{found[side]['total']:.0f}",
              *(f"{found[side][stage]['seconds']:.0f} s, {found[side][stage]['rows_per_second']:.0f} rows/s, "
-               f"{found[side][stage]['peak_memory_mb'] * 2**20 / 1e9:.1f} GB" for stage in ("pretrain", "train"))]
+               f"{found[side][stage]['peak_memory_mb'] * GB:.1f} GB" for stage in ("pretrain", "train"))]
             for title, side in (("default", "fast"), ("--no_cache --dtype float32", "slow"))]
-    processes = [[P, f"{row['seconds_an_epoch']:.1f}", f"{row['peak_memory_mb'] * 2**20 / 1e9:.1f}"]
+    processes = [[P, f"{row['seconds_an_epoch']:.1f}", f"{row['peak_memory_mb'] * GB:.1f}"]
                  for P, row in found["processes"].items()]
     return (markdown(["clinc, gamma 10, minilm", "seconds, both stages", "pretrain.py", "train_imbanid.py"], rows) + "\n\n"
             + markdown(["processes of train_imbanid.py", "seconds an epoch", "GB in the largest"], processes))
@@ -487,7 +488,7 @@ def gpu_table(folder="results"):
             rows.append([found["encoder"], script, *(f"{side['rows_per_second']:,.0f}" for side in (fast, slow)),
                          f"{found[f'{stage}_ratio']:.1f}",
                          *("-" if side["utilisation"] is None else f"{side['utilisation']:.0f} %" for side in (fast, slow)),
-                         f"{100 * fast['of_matrix_rate']:.1f} %", f"{fast['peak_gpu_memory_mb'] * 2**20 / 1e9:.1f}"])
+                         f"{100 * fast['of_matrix_rate']:.1f} %", f"{fast['peak_gpu_memory_mb'] * GB:.1f}"])
     return markdown(["encoder, on a GPU", "stage", "rows/s", "rows/s, uncached float32", "ratio", "GPU busy",
                      "GPU busy, uncached float32", "of the matrix rate", "GB"], rows) if rows else ""
 

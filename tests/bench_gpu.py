@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from bench_train import operations
+from bench_train import matrix_rate, operations
 from transformers import BertConfig, BertForMaskedLM
 
 REPO = Path(__file__).resolve().parent.parent
@@ -42,19 +42,6 @@ class Args:
     dataset: str = "clinc"  # a corpus in the raw folder
     gamma: float = 10.0  # of the split
     keep: bool = False  # write results/bench_gpu_<encoder>.json
-
-
-def matrix_rate(dtype):
-    """Operations per second of an 8192 x 8192 x 8192 product."""
-    a, b = (torch.randn(8192, 8192, device="cuda").to(dtype) for _ in range(2))
-    times = []
-    for _ in range(20):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        a @ b
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return 2 * 8192 ** 3 / float(np.median(times))
 
 
 def measure(module, epochs, *words):
@@ -114,7 +101,7 @@ def main(args):
             found[side] = {"pretrain": measure(pretrain, 12, *words, "--encoder", encoder, "--patience", 100),
                            "train": measure(train_imbanid, 8, *words)}
         model = Encoder(str(encoder), 128, torch.device("cuda"), torch.bfloat16)
-        works, rate = operations(model, folder / "data" / name), matrix_rate(torch.bfloat16)
+        works, rate = operations(model, folder / "data" / name), matrix_rate(torch.bfloat16, 8192, 8192, 8192, "cuda")
     found["matrix_rate"] = rate
     for stage, work in zip(("pretrain", "train"), works):
         for side in ("fast", "slow"):

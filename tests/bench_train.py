@@ -87,15 +87,18 @@ def full_length(script, task, flags, epochs):
             "peak_memory_mb": max(one["peak_memory_mb"], two["peak_memory_mb"])}
 
 
-def matrix_rate(dtype):
-    """Measured operations per second of a 4096 x 384 x 1536 product."""
-    a, b = torch.randn(4096, 384).to(dtype), torch.randn(384, 1536).to(dtype)
+def matrix_rate(dtype, n=4096, m=384, k=1536, device="cpu"):
+    """Measured operations per second of an n x m x k product."""
+    a, b = torch.randn(n, m, device=device).to(dtype), torch.randn(m, k, device=device).to(dtype)
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     times = []
     for _ in range(30):
+        wait()
         start = time.perf_counter()
         a @ b
+        wait()
         times.append(time.perf_counter() - start)
-    return 2 * 4096 * 384 * 1536 / float(np.median(times))
+    return 2 * n * m * k / float(np.median(times))
 
 
 def operations(encoder, data):

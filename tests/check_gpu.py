@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import BertConfig, BertForMaskedLM, BertTokenizer
+from tiny import make_encoder
 
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
@@ -40,19 +40,6 @@ TRAIN = ("--epochs", 3, "--batch_size", 64, "--swaps", 5, "--head_lr", 0.01, "--
 FLOAT = ("--dtype", "float32")
 METHODS = {"gcd": ("--epochs", 2), "deepaligned": ("--epochs", 2), "clnn": ("--epochs", 2), "dpn": ("--epochs", 2),
            "latentem": ("--epochs", 2), "usnid": ("--epochs", 2, "--pretrain_epochs", 2), "kmeans": ("--semi_supervised",)}
-
-
-def make_encoder(folder, dropout):
-    """A BERT of three small layers with random weights and the demo's words, as a local model folder."""
-    lines = (REPO / "data/raw/demo/train.tsv").read_text(encoding="utf-8").splitlines()[1:]
-    words = sorted({word for line in lines for word in line.split("\t")[0].lower().split() if word.isalpha()})
-    vocab = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]
-    BertTokenizer(vocab={word: i for i, word in enumerate(vocab)}, do_lower_case=True).save_pretrained(folder)
-    torch.manual_seed(0)
-    config = BertConfig(vocab_size=len(vocab), hidden_size=64, num_hidden_layers=3, num_attention_heads=4,
-                        intermediate_size=128, max_position_embeddings=64, hidden_dropout_prob=dropout,
-                        attention_probs_dropout_prob=dropout)
-    BertForMaskedLM(config).save_pretrained(folder)
 
 
 def start(*words, **env):
@@ -88,7 +75,7 @@ class Check:
     def __init__(self, folder):
         self.folder = folder
         for name, dropout in (("calm", 0.0), ("plain", 0.1)):
-            make_encoder(folder / name, dropout)
+            make_encoder(folder / name, hidden_size=64, layers=3, heads=4, dropout=dropout)
         self.task = ("--dataset", "demo", "--gamma", 4, "--data_dir", folder / "data")
         run("make_lt_data.py", *self.task)
 

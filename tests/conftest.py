@@ -145,16 +145,9 @@ def tiny_raw(tmp_path_factory):
 @pytest.fixture(scope="session")
 def tiny_encoder(tmp_path_factory):
     """A two-layer BERT with random weights and a word vocabulary, as a local model folder."""
-    import torch
-    from transformers import BertConfig, BertForMaskedLM, BertTokenizer
+    from tiny import make_encoder
     folder = tmp_path_factory.mktemp("encoder")
-    words = sorted({w for row in read_tsv(REPO / "data/raw/demo/train.tsv")[1:] for w in row[0].lower().split() if w.isalpha()})
-    vocab = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]
-    BertTokenizer(vocab={word: i for i, word in enumerate(vocab)}, do_lower_case=True).save_pretrained(folder)
-    torch.manual_seed(0)
-    config = BertConfig(vocab_size=len(vocab), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
-                        max_position_embeddings=64)
-    BertForMaskedLM(config).save_pretrained(folder)
+    make_encoder(folder)
     return folder
 
 
