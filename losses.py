@@ -68,7 +68,8 @@ def contrast_log_prob(z, tau, gather=None):
     if not tau > 0:
         raise ValueError(f"tau must be positive, got {tau}")
     everyone = z if gather is None else gather(z)
-    similarity = z.flatten(0, 1) @ everyone.flatten(0, 1).T / tau
+    with torch.autocast(z.device.type, enabled=False):  # half precision, divided by tau, is a percent of the gradient off
+        similarity = z.flatten(0, 1) @ everyone.flatten(0, 1).T / tau
     return similarity.fill_diagonal_(float("-inf")).log_softmax(1)  # own rows come first, so anchor i is column i
 
 
@@ -76,16 +77,16 @@ def class_wise_loss(z, label, confidence, clean, tau=0.07, adaptive_weight=True,
     """CWCL, Eq. 10, with the minus sign that the printed formula lacks.
 
     z: (B, V, H), unit length. label: int64 (B,). confidence: (B,), q of the weights w_ip = q_i q_p (1 without
-    adaptive_weight). clean: bool (B,). P(i) is every view of every *other* clean row with i's label; an anchor that is noisy
-    or labelled -1 has none. Returns the loss sum over P(i) of -w_ip log(...) and |P(i)|, (B, V) each; both are 0 where P(i)
-    is empty.
+    adaptive_weight), which pass no gradient on. clean: bool (B,). P(i) is every view of every *other* clean row with i's
+    label; an anchor that is noisy or labelled -1 has none. Returns the loss sum over P(i) of -w_ip log(...) and |P(i)|,
+    (B, V) each; both are 0 where P(i) is empty.
     """
     B, V = z.shape[:2]
     for name, value in (("label", label), ("confidence", confidence), ("clean", clean)):
         if value.shape != (B,):
             raise ValueError(f"{name} must have shape ({B},), got {tuple(value.shape)}")
     log_prob = contrast_log_prob(z, tau, gather)
-    clean = clean & (label >= 0)
+    clean, confidence = clean & (label >= 0), confidence.detach()
     other_label, other_q, other_clean = (x if gather is None else gather(x) for x in (label, confidence, clean))
     positive = (label[:, None] == other_label) & clean[:, None] & other_clean
     row = torch.arange(B, device=z.device)

@@ -15,12 +15,10 @@ from scipy.optimize import linear_sum_assignment
 from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score
 
 
-def match_clusters(truth, cluster):
-    """The one-to-one map from clusters to classes with the most rows in agreement (Hungarian algorithm).
+def agreement(truth, cluster):
+    """int64 (size, size): rows of each cluster in each class; size is one more than the largest number in either.
 
-    truth, cluster: non-negative int (N,). Returns int, one entry for each number up to the largest in either: the class of
-    each cluster; that of a cluster left over has no rows, or is a number above all classes. Time and memory go with the
-    square of the largest number.
+    truth, cluster: non-negative int (N,), else ValueError. Memory goes with the square of size.
     """
     truth, cluster = np.asarray(truth), np.asarray(cluster)
     if truth.ndim != 1 or truth.shape != cluster.shape or len(truth) == 0:
@@ -28,9 +26,18 @@ def match_clusters(truth, cluster):
     if truth.dtype.kind not in "iu" or cluster.dtype.kind not in "iu" or min(truth.min(), cluster.min()) < 0:
         raise ValueError("truth and cluster must be integers, none of them negative")
     size = int(max(truth.max(), cluster.max())) + 1
-    agreement = np.zeros((size, size), dtype=np.int64)
-    np.add.at(agreement, (cluster, truth), 1)
-    return linear_sum_assignment(agreement, maximize=True)[1]
+    table = np.zeros((size, size), dtype=np.int64)
+    np.add.at(table, (cluster, truth), 1)
+    return table
+
+
+def match_clusters(truth, cluster):
+    """The one-to-one map from clusters to classes with the most rows in agreement (Hungarian algorithm), or one such map.
+
+    truth, cluster: as agreement takes them. Returns int, one entry for each number up to the largest in either: the class of
+    each cluster; that of a cluster left over has no rows, or is a number above all classes.
+    """
+    return linear_sum_assignment(agreement(truth, cluster), maximize=True)[1]
 
 
 def size_groups(class_counts, num_known):
@@ -59,23 +66,30 @@ def cluster_metrics(truth, cluster, num_known, class_counts):
 
     Returns {"ACC", "NMI", "ARI", "known", "novel", "head", "medium", "tail", "per_class_mean"}: ACC is the share of rows
     whose matched cluster is right, under one matching over all classes; known to tail are that share within a group of
-    classes (NaN for a group without rows), per_class_mean the mean over classes. Raises ValueError where class_counts is
-    too short, num_known out of its range, or truth and cluster are not what match_clusters takes.
+    classes (NaN for a group without rows), per_class_mean the mean over classes. Matchings with the same ACC, which a poor
+    clustering can have many of, share it out differently: of these six, each is the middle between the lowest and the
+    highest that such a matching gives, so that none hangs on how the clusters are numbered. Raises ValueError where
+    class_counts is too short, num_known out of its range, or truth and cluster are not what agreement takes.
     """
-    truth, cluster = np.asarray(truth), np.asarray(cluster)
-    right = match_clusters(truth, cluster)[cluster] == truth
-    K = len(class_counts)
-    if truth.max() >= K:
-        raise ValueError(f"class_counts must have an entry for every class in truth (to {truth.max()}), got {K}")
+    table, K = agreement(truth, cluster), len(class_counts)
+    rows, N = table.sum(0), len(truth)
+    if (largest := int(np.flatnonzero(rows)[-1])) >= K:
+        raise ValueError(f"class_counts must have an entry for every class in truth (to {largest}), got {K}")
+
+    def right(weight):
+        """Rows in agreement under the best matchings, each counted as the weight (size,) of its class, 0 to 1."""
+        tie_break = (table * (2 * N + sign * weight) for sign in (1, -1))  # never outweighs a row
+        ends = [linear_sum_assignment(scores, maximize=True) for scores in tie_break]
+        return sum(float((table * weight)[matched].sum()) for matched in ends) / 2
 
     def share(classes):
-        rows = np.isin(truth, classes)
-        return 100 * float(right[rows].mean()) if rows.any() else float("nan")
+        weight = np.isin(np.arange(len(rows)), classes)
+        return 100 * right(weight) / float(rows[weight].sum()) if rows[weight].any() else float("nan")
 
-    return {"ACC": 100 * float(right.mean()),
+    return {"ACC": 100 * right(np.ones(len(rows))) / N,
             "NMI": 100 * float(normalized_mutual_info_score(truth, cluster)),
             "ARI": 100 * float(adjusted_rand_score(truth, cluster)),
             "known": share(np.arange(num_known)),
             "novel": share(np.arange(num_known, K)),
             **{name: share(ids) for name, ids in size_groups(class_counts, num_known).items()},
-            "per_class_mean": float(np.mean([share([k]) for k in np.unique(truth)]))}
+            "per_class_mean": 100 * right(1 / rows.clip(1)) / np.count_nonzero(rows)}

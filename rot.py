@@ -55,11 +55,11 @@ def relaxed_ot(log_p, lambda1=0.05, lambda2=2.0, *, row=None, prior=None, penalt
     Sinkhorn sweeps (10,000). init: (K,) potential of an earlier solution. chunk_rows: rows a pass handles at once.
     reduce: sums a tensor over processes that each hold some of the rows (none is allowed); all get the same beta.
 
-    Returns RotResult. Raises ValueError, naming the argument, for one out of range or scores that leave a row or a column
-    nothing; warns if it did not converge, as where fixed shares cannot be met, or now and then reverse_kl with a prior that
-    spans six decades and lambda2 far below lambda1.
+    Returns RotResult. Raises ValueError, naming the argument, for one out of range or scores that leave a row nothing, or a
+    column (under kl it stays empty); warns if it did not converge, as where fixed shares cannot be met, or now and then
+    reverse_kl with lambda1 1e5 times smaller than the scores, or a prior that spans six decades and lambda2 far below lambda1.
     """
-    log_p, alpha, prior, g, reduce = _check(log_p, lambda1, lambda2, row, prior, penalty, init, reduce)
+    log_p, alpha, prior, g, reduce = _check(log_p, lambda1, lambda2, row, prior, penalty, solver, init, reduce)
     limits = {"tol": (tol, 0), "max_iter": (max_iter, 0), "sweeps": (sweeps, 1), "chunk_rows": (chunk_rows, 1)}
     for name, (value, least) in limits.items():
         if value is not None and not value >= least:
@@ -75,10 +75,8 @@ def relaxed_ot(log_p, lambda1=0.05, lambda2=2.0, *, row=None, prior=None, penalt
     problem = _SemiDual(log_p, alpha, prior, lambda1, lambda2, penalty, chunk_rows, reduce)
     if solver == "newton":
         g, n_iter, residual = _newton(problem, g, tol, 500 if max_iter is None else max_iter, rungs)
-    elif solver == "sinkhorn":
-        g, n_iter, residual = _sinkhorn(problem, g, tol, 10_000 if max_iter is None else max_iter, sweeps)
     else:
-        raise ValueError(f"solver must be 'newton' or 'sinkhorn', got {solver!r}")
+        g, n_iter, residual = _sinkhorn(problem, g, tol, 10_000 if max_iter is None else max_iter, sweeps)
     if not residual <= tol:
         warnings.warn(f"relaxed_ot: the {solver} solver stopped at residual {residual:.1e} after {n_iter} iterations "
                       f"(tol {tol:.1e})", RuntimeWarning, stacklevel=3)  # no_grad is a frame of its own
@@ -88,11 +86,12 @@ def relaxed_ot(log_p, lambda1=0.05, lambda2=2.0, *, row=None, prior=None, penalt
 def moving_average_marginal(beta, log_p, mu=0.9, reduce=None):
     """MOT's class distribution (Sec. 4.3): mu * beta + (1 - mu) * v, v_j the share of rows whose largest log_p is j.
 
-    beta: (K,) the last one, float64. log_p: (N, K), this process's rows. mu: between 0 and 1. Returns (K,) float64, the prior
-    for relaxed_ot(..., penalty="equality"). Raises ValueError for a mu or a shape that cannot be, NaN, and no rows.
+    beta: (K,) the last one, float64, positive. log_p: (N, K), this process's rows. mu: above 0, at most 1. Returns (K,)
+    float64, positive, the prior for relaxed_ot(..., penalty="equality"). Raises ValueError for a mu or a shape that cannot
+    be, NaN, and no rows.
     """
-    if not 0 <= mu <= 1:
-        raise ValueError(f"mu must lie between 0 and 1, got {mu}")
+    if not 0 < mu <= 1:
+        raise ValueError(f"mu must be above 0 and at most 1, got {mu}")
     if log_p.ndim != 2 or beta.shape != log_p.shape[1:]:
         raise ValueError(f"beta must have shape (K,) and log_p (N, K), got {tuple(beta.shape)} and {tuple(log_p.shape)}")
     v = torch.bincount(log_p.argmax(1), minlength=log_p.shape[1]).double()
@@ -103,7 +102,7 @@ def moving_average_marginal(beta, log_p, mu=0.9, reduce=None):
     return mu * beta + (1 - mu) * v / v.sum()
 
 
-def _check(log_p, lambda1, lambda2, row, prior, penalty, init, reduce):
+def _check(log_p, lambda1, lambda2, row, prior, penalty, solver, init, reduce):
     """The arguments as float tensors on log_p's device, or a ValueError that names the one that is wrong."""
     if reduce is None:
         def reduce(x):
@@ -117,6 +116,8 @@ def _check(log_p, lambda1, lambda2, row, prior, penalty, init, reduce):
             raise ValueError(f"{name} must be positive and finite, got {value}")
     if penalty not in ("reverse_kl", "kl", "equality"):
         raise ValueError(f"penalty must be 'reverse_kl', 'kl' or 'equality', got {penalty!r}")
+    if solver not in ("newton", "sinkhorn"):
+        raise ValueError(f"solver must be 'newton' or 'sinkhorn', got {solver!r}")
 
     def vector(name, value, size, default):
         if value is None:
@@ -129,6 +130,8 @@ def _check(log_p, lambda1, lambda2, row, prior, penalty, init, reduce):
     alpha, prior, g = vector("row", row, N, 1.0), vector("prior", prior, K, 1.0), vector("init", init, K, 0.0)
     if not (prior.isfinite() & (prior > 0)).all():
         raise ValueError("prior must be finite and positive")
+    if g.abs().max() > 1e6 * lambda1:  # a constant in it says nothing and takes up its digits
+        g = g - g.max()
     if not g.isfinite().all():
         raise ValueError("init must be finite")
     return log_p, alpha, prior, g.detach().clone(), reduce
@@ -305,7 +308,8 @@ def _newton(problem, g, tol, max_iter, rungs):
             g = _sweep(problem, g, q, beta)
             value, q, beta = problem.value_and_sums(g)
         close = tol if rung == 0 else 0.03 / 4 ** (rungs - rung)
-        g, steps, residual = _newton_at(problem, g, value, q, beta, close, max_iter - n_iter)
+        most = max_iter - n_iter if rung == 0 else min(100, max_iter - n_iter)  # a rung on which it is stuck is but a start
+        g, steps, residual = _newton_at(problem, g, value, q, beta, close, most)
         n_iter += steps
     problem.lambda1 = target
     return g, n_iter, residual
@@ -374,16 +378,13 @@ def _sinkhorn(problem, g, tol, max_iter, sweeps):
 
     In the log domain throughout. The plan at g has its rows scaled already (f), so that a sweep is a column scaling.
     """
-    def column_sums(g):
-        return problem.reduce(sum((E.T @ (alpha / E.sum(1)) for alpha, E, _ in problem.chunks(g)), torch.zeros_like(g)))
-
-    q, beta = column_sums(g), problem.beta(g)[0]
+    _, q, beta = problem.value_and_sums(g)
     n_iter, residual = 0, float((q - beta).abs().sum())
     while residual > tol and n_iter < max_iter:
-        for _ in range(sweeps):
+        for _ in range(min(sweeps, max_iter - n_iter)):
             g = _sweep(problem, g, q, beta)
-            q = column_sums(g)
+            _, q, updated = problem.value_and_sums(g)
             n_iter += 1
-        beta = problem.beta(g)[0]
+        beta = updated
         residual = float((q - beta).abs().sum())
     return g - g.mean(), n_iter, residual

@@ -38,6 +38,24 @@ def test_a_permutation_of_the_numbers_changes_nothing():
     assert sorted(match_clusters(truth, cluster)) == list(range(9))
 
 
+@pytest.mark.parametrize("only", [0, 1])
+def test_matchings_with_the_same_acc_are_met_in_the_middle(only):
+    scores = cluster_metrics([0, 1], [only, only], 1, [2, 1])  # the one cluster is either class's
+    assert [scores[key] for key in ("ACC", "known", "novel", "per_class_mean")] == [50] * 4
+
+
+def test_ties_do_not_hang_on_the_numbers():
+    rng = np.random.default_rng(1)
+    truth = np.repeat(np.arange(12), 5)  # many best matchings: few rows, and half of the clusters never used
+    cluster = rng.integers(0, 6, 60)
+    found = [cluster_metrics(truth, rng.permutation(12)[cluster], 7, np.arange(10, 22)) for _ in range(20)]
+    assert all(scores == pytest.approx(found[0]) for scores in found)
+    single = {np.isin(truth[match_clusters(truth, c)[c] == truth], range(7)).sum()
+              for c in (rng.permutation(12)[cluster] for _ in range(20))}
+    assert len(single) > 1, "a case without ties tests nothing"
+    assert 7 * found[0]["known"] + 5 * found[0]["novel"] == pytest.approx(12 * found[0]["ACC"])
+
+
 def test_head_medium_tail_within_known_and_within_novel():
     counts = np.array([10, 90, 80, 70, 60, 50, 40, 30, 20, 100] + [5, 15, 25])  # 10 known, 3 novel
     groups = size_groups(counts, 10)

@@ -259,6 +259,21 @@ def test_columns_that_start_far_off_come_back_in_few_steps(far):
     assert r.n_iter <= 22 and torch.allclose(r.beta, settled.beta, atol=1e-8)
 
 
+def test_a_coarse_rung_on_which_it_is_stuck_leaves_steps_for_the_problem_itself():
+    """Scores 1e5 lambda1 apart: five hundred steps once went into a coarser problem, and none into this one."""
+    generator = torch.Generator().manual_seed(500170)
+    torch.rand(5, generator=generator)
+    log_p = (662 * torch.randn(3, 61, generator=generator, dtype=torch.float64)).log_softmax(1)
+    assert relaxed_ot(log_p, 8.56e-3, 1.36e-2).converged
+
+
+@pytest.mark.parametrize("constant", [-1e7, 1e18, 1e300])
+def test_a_constant_in_init_says_nothing(constant):
+    log_p = scores(seed=15)
+    init = torch.full((log_p.shape[1],), constant, dtype=torch.float64)
+    assert torch.allclose(relaxed_ot(log_p, init=init).beta, relaxed_ot(log_p).beta, atol=1e-8)
+
+
 def test_a_hessian_that_served_well_serves_again(monkeypatch):
     found, curvature = [], rot._SemiDual.curvature
     monkeypatch.setattr(rot._SemiDual, "curvature", lambda *args: found.append(1) or curvature(*args))
@@ -293,6 +308,8 @@ def test_non_convergence_is_said():
         r = relaxed_ot(scores(200, 20), 0.05, 2.0, solver="sinkhorn", max_iter=3)
     assert len(said) == 1 and said[0].filename == __file__
     assert not r.converged and r.residual > 1e-9 and r.n_iter == 3
+    with pytest.warns(RuntimeWarning, match="residual"):
+        assert relaxed_ot(scores(200, 20), 0.05, 2.0, solver="sinkhorn", max_iter=3, sweeps=100).n_iter == 3
 
 
 @pytest.mark.parametrize("sweeps", [100, 300])
@@ -376,7 +393,8 @@ def test_newton_and_sinkhorn_agree_and_newton_needs_few_steps():
         assert relaxed_ot(log_p, 0.05, 2.0).converged
 
 
-@pytest.mark.parametrize("beta, mu, name", [(torch.ones(3), 0.9, "beta"), (torch.ones(2), 1.5, "mu")])
+@pytest.mark.parametrize("beta, mu, name", [(torch.ones(3), 0.9, "beta"), (torch.ones(2), 1.5, "mu"),
+                                            (torch.ones(2), 0.0, "mu")])
 def test_moving_average_marginal_names_what_is_wrong(beta, mu, name):
     with pytest.raises(ValueError, match=name):
         moving_average_marginal(beta, torch.zeros(4, 2), mu)
