@@ -32,6 +32,7 @@ import shutil
 import signal
 import sys
 import time
+import unicodedata
 import urllib.error
 import urllib.request
 from collections import Counter
@@ -90,7 +91,7 @@ TABLES = (".csv", ".tsv", ".jsonl", ".json")
 TEXT_NAMES = ("text", "utterance", "message", "query", "question", "sentence", "body", "content", "input", "description")
 LABEL_NAMES = ("label", "intent", "category", "class", "topic", "tag", "target")
 LIKE_NONE = ("na", "n/a", "nan", "none", "null", "nil", "-", "--", "?", "unknown", "unlabeled", "unlabelled", "tbd", "todo",
-             "other", "others", "misc", "miscellaneous", "oos", "out of scope")
+             "other", "others", "misc", "miscellaneous", "oos", "out of scope", "#n/a", "<na>", "(blank)")
 DELIMITERS = ",;\t|"
 OPEN_NAME = re.compile(rf'(?:^|[{DELIMITERS}])\s*"(?:[^"]|"")*$')  # a header whose last name is in quotes that are open
 FEWEST_TEXTS = 10
@@ -328,9 +329,11 @@ def clean(text):
 
 
 def as_cell(value):
-    """What a table says for a value of JSON."""
-    if value is None or value != value:
+    """What a table says for a value of JSON; a list of one string is that string, as annotation tools write labels."""
+    if value is None or value != value or value in ([], {}):
         return ""
+    if isinstance(value, list) and len(value) == 1:
+        return as_cell(value[0])
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
@@ -488,6 +491,7 @@ def delimited(file, path, first, above, said):
     """
     begin, full, short = 1, False, []  # full: whether a row had all cells; short: the lines of those that had not
     between = behind = 0  # empty lines between rows, and behind the last one
+    long = []  # the lines of rows in which a quote may have swallowed others
     head = [first] if first.count('"') % 2 and OPEN_NAME.search(first) else []
     while head and (more := file.readline()):  # a name that goes on in the next line
         above, begin = above + 1, begin - 1
@@ -524,6 +528,8 @@ def delimited(file, path, first, above, said):
                            "if another character divides the names, put a line such as sep=; above them" if other else
                            f"put a name that holds {delimiter!r} in quotes, or a row with all cells first")
                 raise UserError(f"{path}, line {line}: {len(row)} cell(s), the header has {len(columns)}: {way_out}")
+            if any(cell.count("\n") > 20 or delimiter == "\t" in cell and "\n" in cell for cell in row):
+                long.append(line - max(cell.count("\n") for cell in row))
             if len(row) < len(columns):  # a spreadsheet leaves out the delimiters of empty last cells
                 short.append(line)
             yield dict(itertools.zip_longest(columns, map(clean, row), fillvalue=""))
@@ -533,6 +539,9 @@ def delimited(file, path, first, above, said):
                         "quoted text is written twice") from None
     if between:
         print(f"{path}: {between} empty line(s) left out, which the numbers of rows do not count", file=sys.stderr)
+    if long:
+        print(f"{path}: {len(long)} row(s) of many lines, the first around line {long[0]}: if they are several rows, a quote "
+              "there has no other", file=sys.stderr)
     if short:
         print(f"{path}: {len(short)} row(s) with fewer cells than the header has (first in line {short[0]}): their last cells "
               "count as empty", file=sys.stderr)
@@ -548,18 +557,20 @@ def pick_column(path, columns, flag, wanted, usual, fallback):
 
 def pick_text_column(path, rows, columns, wanted=""):
     """The column with the texts: the one asked for, one with a usual name, or the one with the most letters in rows."""
-    letters = {name: sum(c.isalpha() for row in rows for c in row.get(name, "")) for name in columns}
+    letters = {name: sum(c.isalpha() for row in rows if not (cell := row.get(name, "")).startswith(("{", "[", "http"))
+                         for c in cell) for name in columns}
     cells = {name: [row[name] for row in rows if row.get(name)] for name in columns}
     labels = [name for name in columns if name.lower() in LABEL_NAMES and 2 * len(set(cells[name])) <= len(cells[name])]
-    likely = [name for name in columns if name not in labels and letters[name]] or columns
+    likely = [name for name in columns if name not in labels and letters[name]]
     found = pick_column(path, columns, "text_column", wanted, TEXT_NAMES, max(likely, key=letters.get, default=None))
     if wanted or found and found.lower() in TEXT_NAMES:
         return found
-    if found is None or not letters[found]:
+    if found is None:
         raise UserError(f"{path} has no column with text: name it with --text_column")
-    if any(re.fullmatch(r"-?\d+([.,]\d+)?", name) for name in columns):
-        raise UserError(f"{path}: its first line holds a number and is probably no header ({', '.join(columns)[:100]}): put "
-                        "one above it, such as id,text,label, or name the column of texts with --text_column")
+    if any(re.fullmatch(r"-?\d+([.,]\d+)?", name) or len(name.split()) > 4 for name in columns):
+        raise UserError(f"{path}: its first line holds a number or a sentence and is probably no header "
+                        f"({', '.join(columns)[:100]}): put one above it, such as id,text,label, or name the column of texts "
+                        "with --text_column")
     return found
 
 
@@ -579,17 +590,21 @@ def read_table(path, text_column, label_column):
         raise UserError(f"--text_column and --label_column are both {text_column}: name two columns")
     no_text = label_column if label_column not in ("", "none") and len(columns) > 1 else None
     text_column = pick_text_column(path, rows[:1000], [c for c in columns if c != no_text], text_column)
-    others = [c for c in columns if c != text_column]
+    others, asked = [c for c in columns if c != text_column], label_column
     label_column = None if label_column == "none" else pick_column(path, others, "label_column", label_column, LABEL_NAMES,
                                                                    None)
     texts = [row.get(text_column, "").strip() for row in rows]
-    labels = [" ".join(row.get(label_column, "").split()) for row in rows]
+    labels = [" ".join(re.sub("[\u200b\ufeff]", "", row.get(label_column, "")).split()) for row in rows]  # no width, no label
+    labels = [unicodedata.normalize("NFC", label) for label in labels]
     if label_column is not None and not any(labels):
         raise UserError(f"{path}: column {label_column!r} is empty in every row: name another with --label_column, or pass "
                         "--label_column none to cluster without labels")
     if len(set(texts) - {""}) < FEWEST_TEXTS:
         raise UserError(f"{path} has {len(rows)} row(s) with {len(set(texts) - {''})} different text(s) in column "
                         f"{text_column!r}: at least {FEWEST_TEXTS} are needed (--text_column chooses another column)")
+    if not asked and all(labels) and 2 * len(set(labels)) > len(labels):
+        raise UserError(f"{path}: most rows have a value of their own in column {label_column!r}, probably not labels: "
+                        f"pass --label_column none, or if they are --label_column {shlex.quote(label_column)}")
     return texts, labels, text_column, label_column
 
 

@@ -5,12 +5,12 @@ Reads   out/<run>/{last.pt,pseudo_label.npy,confidence.npy,train_feature.npy,res
 Writes  out/<run>/clusters.csv     a line a cluster: known label or proposed name, size, keywords, five typical texts
         out/<run>/assignments.csv  a line for every row of the table, in its order: cluster, name, confidence
         out/<run>/train_row.npy    the training row of each of these lines, -1 for a line without text
-        out/<run>/written_names.json  the clusters' names in assignments.csv as written, by which edits of it are seen
+        out/<run>/assignments.sha256  what assignments.csv said as written, by which edits of it are seen
         or, with new texts, a table of them with their clusters: nothing in out/<run>/ changes then
 
 A clusters.csv that is there is kept, and its names are taken, which may have been edited; with --name_command it is written
-anew, all but the names of known labels. assignments.csv follows the transport, which weighs all rows at once, and the labels;
-new texts follow the cluster head alone, and so may differ.
+anew, all but the names of known labels, if that gives a name. assignments.csv follows the transport, which weighs all rows at
+once, and the labels; new texts follow the cluster head alone, and so may differ.
 
     python predict.py out/my_utterances_s0
     python predict.py out/my_utterances_s0 --name_command 'my_llm "Name this intent in two words"'
@@ -23,6 +23,7 @@ probability in percent, 100 for a row that has a label.
 import codecs
 import contextlib
 import csv
+import hashlib
 import io
 import itertools
 import json
@@ -60,6 +61,8 @@ STOP_WORDS = ENGLISH_STOP_WORDS.union(
     "does did doing don doesn didn isn aren wasn won ll ve re just please want wants wanted need needs needed like know tell "
     "let make got getting going say said thing things way".split())
 UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff"  # Thai, Lao, Burmese, Khmer; kana, Han
+MARKS = "\u0300-\u036f\u0591-\u05c7\u0610-\u061a\u064b-\u065f\u0900-\u0dff"  # parts of words that \\w leaves out
+WORD = rf"(?<![\w{MARKS}])[^\W\d_][\w{MARKS}]{{1,39}}(?![\w{MARKS}])"  # a longer one would make a name of itself
 SHOWN = 20  # typical texts that --name_command reads
 SPREADSHEETS = (".xlsx", ".xls", ".ods")
 ASSIGNED = "row", "text", "label", "cluster", "name", "confidence"  # the columns of assignments.csv
@@ -70,7 +73,8 @@ NEW_COLUMNS = ("cluster", "name", "confidence", "second", "second_confidence", "
 
 def pieces(text):
     """Two to four neighbouring letters of the scripts in UNSPACED, and the words of others."""
-    runs, words = re.findall(f"[{UNSPACED}]+", text), re.findall(rf"[^\W\d_{UNSPACED}]{{2,}}", text.lower())
+    letter = rf"[^\W\d_{UNSPACED}]"
+    runs, words = re.findall(f"[{UNSPACED}]+", text), re.findall(f"{letter}(?:{letter}|[{MARKS}]){{1,39}}", text.lower())
     return words + [run[i:i + n] for run in runs for n in (2, 3, 4) for i in range(len(run) - n + 1)]
 
 
@@ -84,7 +88,7 @@ def keywords(texts, cluster, K, most=8):
     spaced = 2 * len(re.findall(f"[{UNSPACED}]", "".join(letters))) <= len(letters)
     vectorizer = CountVectorizer(analyzer=pieces)
     if spaced:
-        vectorizer = CountVectorizer(ngram_range=(1, 2), stop_words=[*STOP_WORDS], token_pattern=r"(?u)\b[^\W\d_]\w+\b")
+        vectorizer = CountVectorizer(ngram_range=(1, 2), stop_words=[*STOP_WORDS], token_pattern=WORD)
     try:
         counts = vectorizer.fit_transform(texts)
     except ValueError:  # not one word in all texts: numbers, emoji, function words alone
@@ -137,17 +141,22 @@ def propose_names(words, known):
     return names
 
 
-def ask_for_name(command, words, examples, proposed):
-    """The first line the user's program prints when it reads a cluster's keywords and typical texts, None if it fails."""
+def ask_for_name(command, words, examples, proposed, first=True):
+    """The first line the user's program prints when it reads a cluster's keywords and typical texts, None if it fails.
+
+    UserError where there is no such program, if this is the first cluster it is asked about.
+    """
     asked = [f"keywords: {', '.join(words)}", *(" ".join(text.split()) for text in examples)]
     said = subprocess.run(command, shell=True, capture_output=True, input="\n".join(asked) + "\n", encoding="utf-8",
                           errors="replace")
     printable = re.sub(r"\x1b\[[0-9;]*m|[\x00-\x09\x0b-\x1f\x7f]", " ", said.stdout)  # a terminal's colours, NUL
     line = next((" ".join(line.split()) for line in printable.splitlines() if line.strip()), "")
-    if said.returncode in (126, 127):
-        raise UserError(f"--name_command {command!r} cannot be run: {said.stderr.strip()[:200]}")
+    reason = "".join(said.stderr.split("\n")[-2:]).strip()[:200]
+    if said.returncode in (126, 127) and first:
+        raise UserError(f"--name_command {command!r} cannot be run: {reason}")
     if said.returncode or not line:
-        print(f"--name_command failed for cluster {proposed!r} (exit code {said.returncode}): that name stays", file=sys.stderr)
+        print(f"--name_command failed for cluster {proposed!r} (exit code {said.returncode}{reason and ': ' + reason}): "
+              "that name stays", file=sys.stderr)
         return None
     return line[:100]
 
@@ -204,21 +213,21 @@ def csv_bytes(header, rows):
     return text.encode("ascii" if text.isascii() else "utf-8-sig")  # by the mark a spreadsheet knows that it is UTF-8
 
 
-def set_aside(path, written, given):
-    """Rename an assignments.csv in which somebody has changed columns, labels or names.
+def digest(path):
+    """What an assignments.csv says, whatever a spreadsheet makes of quotes, spaces, decimals and the order of rows."""
+    with open_table(path) as file:
+        return hashlib.sha256(repr(sorted([(key, " ".join(value.split())) for key, value in line.items() if key != "confidence"]
+                                          for line in records(file, path))).encode()).hexdigest()
 
-    written: the file with the names of all clusters that it was written with. given: int, the known class that the user gave
-    each row of the table, -1 for none.
-    """
+
+def set_aside(path, written):
+    """Rename an assignments.csv that somebody has changed. written: the file with its digest as it was written."""
     if not path.exists():
         return
     try:
-        names = [" ".join(name.split()) for name in json.loads(written.read_text())] + [""]  # the last for a row without one
-        with open_table(path) as file:
-            if all(line.keys() == {*ASSIGNED} and " ".join(line["label"].split()) == names[given[int(line["row"]) - 1]]
-                   and " ".join(line["name"].split()) == names[int(line["cluster"] or -1)] for line in records(file, path)):
-                return
-    except (FileNotFoundError, UserError, TypeError, KeyError, ValueError, IndexError):
+        if digest(path) == written.read_text():
+            return
+    except (FileNotFoundError, UserError):
         pass  # whatever a spreadsheet has made of it is not ours to write over
     numbered = (path.with_name(f"assignments_edited{n or ''}.csv") for n in itertools.count())
     aside = next(candidate for candidate in numbered if not candidate.exists())
@@ -247,32 +256,38 @@ def describe(args):
     typical = [[texts[i] for i in own[np.argsort(-nearness[own], kind="stable")]] for own in members]
     titles = names[:num_known] + propose_names(words[num_known:], names[:num_known])
     found = cluster_names(run, K) if (run / "clusters.csv").exists() else {}
-    anew = bool(args.name_command) or not found
-    titles = [found.get(k, title) for k, title in enumerate(titles)]
+    titles, said = [found.get(k, title) for k, title in enumerate(titles)], {}
     if args.name_command:
         bar = tqdm([k for k in range(num_known, K) if typical[k]], desc="naming", disable=not sys.stderr.isatty())
-        said = {k: ask_for_name(args.name_command, words[k], typical[k][:SHOWN], titles[k]) for k in bar}
-        said = {k: name for k, name in said.items() if name}
+        try:
+            for k in bar:
+                if name := ask_for_name(args.name_command, words[k], typical[k][:SHOWN], titles[k], first=not said):
+                    said[k] = name
+        except KeyboardInterrupt:  # the names so far may have cost money
+            if not said:
+                raise
+            print(f"stopped: {len(said)} of {len(bar)} clusters have names of --name_command", file=sys.stderr)
         kept = [title for k, title in enumerate(titles) if k not in said]
         for k, name in zip(said, distinct(said.values(), kept)):
             titles[k] = name
+    anew = bool(said) or not found
 
     used = row[row >= 0]  # a repeated text counts as often as it stands there
     size = np.bincount(cluster[used], minlength=K)
     sure = np.bincount(cluster[used], confidence[used], K) / np.maximum(size, 1)
     order = np.argsort(-size, kind="stable")
     lines = [[k, "yes" if k < num_known else "no", titles[k], size[k], f"{100 * size[k] / len(used):.2f}",
-              f"{100 * sure[k]:.1f}", ", ".join(words[k]), *(typical[k] + [""] * EXAMPLES)[:EXAMPLES]]
+              f"{100 * sure[k]:.1f}", ", ".join(words[k]), *(text[:1000] for text in (typical[k] + [""] * EXAMPLES)[:EXAMPLES])]
              for k in order if size[k] or k < num_known]
     header = ["id", "known", "name", "size", "share", "confidence", "keywords", *(f"example_{n + 1}" for n in range(EXAMPLES))]
     if anew:
         write_atomic(run / "clusters.csv", csv_bytes(header, lines))
-    written = run / "written_names.json"
-    set_aside(run / "assignments.csv", written, [given[i] if i >= 0 else -1 for i in row])
-    write_atomic(written, json.dumps(titles))
+    written = run / "assignments.sha256"
+    set_aside(run / "assignments.csv", written)
     write_atomic(run / "assignments.csv", csv_bytes(ASSIGNED, (
         [n + 1, texts[i], titles[given[i]] if given[i] >= 0 else "", cluster[i], titles[cluster[i]],
          f"{100 * confidence[i]:.1f}"] if i >= 0 else [n + 1, "", "", "", "", ""] for n, i in enumerate(row.tolist()))))
+    write_atomic(written, digest(run / "assignments.csv"))
     write_atomic(run / "train_row.npy", lambda f: np.save(f, row))
     new = [line for line in lines if line[1] == "no"]
     print(f"{num_known} known clusters and {len(new)} new ones{'; the largest new ones:' if new else ''}")

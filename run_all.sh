@@ -79,7 +79,8 @@ if [ -z "$own" ] && [ ${#name[@]} -gt 0 ]; then
     exit 2
 fi
 if [ ${#name[@]} -gt 0 ] && [ ! . -ef "$here" ]; then  # a program may be given as seen from where it was asked for
-    name=("--name_command=cd $(printf %q "$here") && ${name[0]#*=}")
+    q=\'  # quoted as any shell reads it; bash's own %q is not
+    name=("--name_command=cd '${here//$q/$q\\$q$q}' && ${name[0]#*=}")
 fi
 stage=(train_imbanid.py) module=train_imbanid
 if [ "$method" != imbanid ]; then

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -102,6 +103,40 @@ def test_what_spreadsheets_put_around_a_table(tmp_path, capsys):
     (tmp_path / "nested.jsonl").write_text("\n".join(json.dumps({**row, "more": {"ö": True}}) for row in rows))
     with open_table(tmp_path / "nested.jsonl") as f:
         assert next(records(f, tmp_path / "nested.jsonl"))["more"] == '{"ö": true}'
+
+
+def test_what_exports_hold(tmp_path, capsys):
+    said = [{"text": text, "label": ["lights \u200b"] if n < 4 else [] if n < 8 else {}} for n, text in enumerate(TEXTS)]
+    (tmp_path / "lists.jsonl").write_text("\n".join(map(json.dumps, said)))  # doccano's
+    assert read_table(tmp_path / "lists.jsonl", "", "")[1] == ["lights"] * 4 + [""] * 8
+    forms = [{"label": unicodedata.normalize(form, "Größe"), "text": text} for text, form in zip(TEXTS, ("NFC", "NFD") * 6)]
+    (tmp_path / "forms.jsonl").write_text("\n".join(map(json.dumps, forms)))
+    assert set(read_table(tmp_path / "forms.jsonl", "", "")[1]) == {"Größe"}
+    more = [{"meta": {"agent": "a name that is long " * 9}, "link": f"https://example.org/{'long/' * 30}", "msg": text}
+            for text in TEXTS]
+    (tmp_path / "more.jsonl").write_text("\n".join(map(json.dumps, more)))
+    assert read_table(tmp_path / "more.jsonl", "", "")[2] == "msg"
+    swallowed = table(tmp_path / "swallowed.tsv", [(f'"{text}\ta\n{text}', "b") for text in TEXTS], ("text", "label"), "\t")
+    capsys.readouterr()
+    assert len(read_table(swallowed, "", "")[0]) == len(TEXTS)
+    assert f"{len(TEXTS)} row(s) of many lines, the first around line 2: if they are several rows" in capsys.readouterr().err
+    bare = table(tmp_path / "bare.csv", [(text, "a") for text in TEXTS], ("please turn the lights off", "lights"))
+    with pytest.raises(UserError, match="probably no header"):
+        read_table(bare, "", "")
+    topics = table(tmp_path / "topics.csv", [(f"about {n}", text) for n, text in enumerate(TEXTS)], ("Topic", "Message"))
+    with pytest.raises(UserError, match="--label_column none, or if they are --label_column Topic"):
+        read_table(topics, "", "")
+    assert read_table(topics, "", "Topic")[1][0] == "about 0" and read_table(topics, "", "none")[3] is None
+
+
+def test_words_of_any_script_are_whole():
+    hindi = ["\u092c\u093f\u091c\u0932\u0940 \u0915\u093e \u092c\u093f\u0932", "\u0915\u093e\u0930\u094d\u0921 \u0916\u094b"]
+    found = " ".join(term for own in keywords(hindi, np.array([0, 1]), 2) for term in own)
+    assert found and {*found.split()} <= {*" ".join(hindi).split()}
+    decomposed = unicodedata.normalize("NFD", "h\u1ee7y th\u1ebb")
+    found = keywords([decomposed, "another thing"], np.array([0, 1]), 2)[0]
+    assert decomposed.split()[0] in " ".join(found).split()
+    assert all(len(word) < 90 for word in keywords(["b" * 5000 + " card", "lost"], np.array([0, 1]), 2)[0])
 
 
 def test_odd_texts_survive(tmp_path):
@@ -419,11 +454,17 @@ def test_the_users_own_naming_program(own_run, tmp_path):
     named = ["same" if name == "same 2" else name for name in named]
     done = script("predict.py", run, "--data_dir", folder / "data", "--name_command", "false")
     assert "failed for cluster 'same'" in done.stderr
+    (run / "clusters.csv").write_text((run / "clusters.csv").read_text() + "\n")  # an edit, be it a small one
     assert [line["name"] for line in read(run / "clusters.csv") if line["known"] == "no"] == named
     kept = (run / "clusters.csv").read_bytes()
     one_line_error(script("predict.py", run, "--data_dir", folder / "data", "--name_command", "no_such_program_here", ok=False),
                    "no_such_program_here", "cannot be run")
-    assert (run / "clusters.csv").read_bytes() == kept
+    done = script("predict.py", run, "--data_dir", folder / "data", "--name_command", "echo not now >&2; exit 1")
+    assert "(exit code 1: not now)" in done.stderr and (run / "clusters.csv").read_bytes() == kept
+    (tmp_path / "times").write_text("")
+    once = f"echo >> {tmp_path}/times; [ $(wc -l < {tmp_path}/times) -lt 2 ] || exit 127; echo first"
+    done = script("predict.py", run, "--data_dir", folder / "data", "--name_command", once)  # a program that goes missing
+    assert "first" in {line["name"] for line in read(run / "clusters.csv")} and "(exit code 127)" in done.stderr
 
 
 def test_names_that_were_edited_are_kept_and_a_line_that_is_gone_gets_no_text(own_run, tmp_path):
@@ -495,10 +536,16 @@ def test_labels_that_were_filled_in_are_never_written_over(own_run, tmp_path):
     assert "NEW NAME" in labels and known["name"] not in labels
     assert [label != "" for label in labels[:len(rows) - 3]] == [label != "" for _, label, _ in rows[:-3]]
     empty, full = labels.index(""), labels.index("NEW NAME")
+
+    def move(lines):
+        return next(line for line in lines if not line["label"] and line["cluster"] not in ("", known["id"]))
+
     changes = (lambda lines: lines[empty].update(label=lines[empty]["name"]), lambda lines: lines[full].update(label=""),
                lambda lines: lines[full].update(label="another"), lambda lines: [line.pop("label") for line in lines],
                lambda lines: [line.update(label="another", name="another") for line in lines if line["label"] == "NEW NAME"],
-               lambda lines: lines[empty].update(name="another"), lambda lines: [line.update(note="mine") for line in lines])
+               lambda lines: lines[empty].update(name="another"), lambda lines: [line.update(note="mine") for line in lines],
+               lambda lines: move(lines).update(cluster=known["id"], name="NEW NAME"), lambda lines: lines.pop(empty),
+               lambda lines: lines[full].update(text="corrected"))
     for n, change in enumerate(changes):
         edited, said = fill(change)
         aside = run / f"assignments_edited{n or ''}.csv"
