@@ -26,6 +26,7 @@ import itertools
 import json
 import math
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -232,15 +233,17 @@ def is_running(pid):
 
 
 def part_of(path):
-    """What a file or folder is called until it is whole: a name of this process's own, for two may be writing the same one.
+    """What a file or folder is called until it is whole: a name of this process's own, for two may be writing the same one,
+    on two machines that share a disk as well.
 
-    Removes what killed processes left of it.
+    Removes what killed processes of this machine left of it.
     """
-    for left in path.parent.glob(f"{glob.escape(path.name)}.*.part"):
-        pid = left.name.split(".")[-2]
-        if pid.isdigit() and (int(pid) == os.getpid() or not is_running(int(pid))):
+    own = f"{platform.node().replace('.', '-')}.{os.getpid()}"
+    for left in path.parent.glob(f"{glob.escape(path.name)}.*.*.part"):
+        node, pid = left.name.split(".")[-3:-1]
+        if node == own.rpartition(".")[0] and pid.isdigit() and (int(pid) == os.getpid() or not is_running(int(pid))):
             shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
-    return path.with_name(f"{path.name}.{os.getpid()}.part")
+    return path.with_name(f"{path.name}.{own}.part")
 
 
 def write_atomic(path, content):
@@ -545,6 +548,39 @@ def delimited(file, path, first, above, said):
     if short:
         print(f"{path}: {len(short)} row(s) with fewer cells than the header has (first in line {short[0]}): their last cells "
               "count as empty", file=sys.stderr)
+
+
+def digest(path):
+    """What a table says, whatever a spreadsheet makes of its quotes, spaces, decimals and order of rows."""
+    with open_table(path) as file:
+        said = sorted([(key, " ".join(value.split())) for key, value in line.items() if key not in ("share", "confidence")]
+                      for line in records(file, path))
+    return hashlib.sha256(repr(said).encode()).hexdigest()
+
+
+def set_aside(path):
+    """Rename a table that somebody has changed since write_table wrote it, and say so. Returns whether it was."""
+    try:
+        if not path.exists() or digest(path) == path.with_suffix(".sha256").read_text():
+            return False
+    except (FileNotFoundError, UserError):
+        pass  # whatever a spreadsheet has made of it is not ours to write over
+    numbered = (path.with_name(f"{path.stem}_edited{n or ''}{path.suffix}") for n in itertools.count())
+    aside = next(candidate for candidate in numbered if not candidate.exists())
+    os.replace(path, aside)
+    print(f"{path} was edited: it is {aside.name} now")
+    return True
+
+
+def write_table(path, header, rows):
+    """A .csv, and beside it the digest by which set_aside sees that somebody has changed it."""
+    text = io.StringIO(newline="")
+    out = csv.writer(text, lineterminator="\n")
+    out.writerow(header)
+    out.writerows(rows)
+    text = text.getvalue()
+    write_atomic(path, text.encode("ascii" if text.isascii() else "utf-8-sig"))  # by the mark a spreadsheet knows UTF-8
+    write_atomic(path.with_suffix(".sha256"), digest(path))
 
 
 def pick_column(path, columns, flag, wanted, usual, fallback):

@@ -5,7 +5,7 @@ Reads   out/<run>/{last.pt,pseudo_label.npy,confidence.npy,train_feature.npy,res
 Writes  out/<run>/clusters.csv     a line a cluster: known label or proposed name, size, keywords, five typical texts
         out/<run>/assignments.csv  a line for every row of the table, in its order: cluster, name, confidence
         out/<run>/train_row.npy    the training row of each of these lines, -1 for a line without text
-        out/<run>/assignments.sha256  what assignments.csv said as written, by which edits of it are seen
+        out/<run>/{clusters,assignments}.sha256  what they said as written, by which edits of them are seen
         or, with new texts, a table of them with their clusters: nothing in out/<run>/ changes then
 
 A clusters.csv that is there is kept, and its names are taken, which may have been edited; with --name_command it is written
@@ -23,7 +23,6 @@ probability in percent, 100 for a row that has a label.
 import codecs
 import contextlib
 import csv
-import hashlib
 import io
 import itertools
 import json
@@ -51,7 +50,9 @@ from make_lt_data import (
     records,
     run_name,
     run_script,
+    set_aside,
     write_atomic,
+    write_table,
 )
 from pretrain import data_fingerprint, load_checkpoint, load_trained_layers, pick_device
 
@@ -204,37 +205,6 @@ def load_array(run, name):
                         "again") from None
 
 
-def csv_bytes(header, rows):
-    text = io.StringIO(newline="")
-    out = csv.writer(text, lineterminator="\n")
-    out.writerow(header)
-    out.writerows(rows)
-    text = text.getvalue()
-    return text.encode("ascii" if text.isascii() else "utf-8-sig")  # by the mark a spreadsheet knows that it is UTF-8
-
-
-def digest(path):
-    """What an assignments.csv says, whatever a spreadsheet makes of quotes, spaces, decimals and the order of rows."""
-    with open_table(path) as file:
-        return hashlib.sha256(repr(sorted([(key, " ".join(value.split())) for key, value in line.items() if key != "confidence"]
-                                          for line in records(file, path))).encode()).hexdigest()
-
-
-def set_aside(path, written):
-    """Rename an assignments.csv that somebody has changed. written: the file with its digest as it was written."""
-    if not path.exists():
-        return
-    try:
-        if digest(path) == written.read_text():
-            return
-    except (FileNotFoundError, UserError):
-        pass  # whatever a spreadsheet has made of it is not ours to write over
-    numbered = (path.with_name(f"assignments_edited{n or ''}.csv") for n in itertools.count())
-    aside = next(candidate for candidate in numbered if not candidate.exists())
-    os.replace(path, aside)
-    print(f"{path} was edited: it is {aside.name} now. Its labels are learned from when you give that file to run_all.sh")
-
-
 def describe(args):
     """Write clusters.csv, assignments.csv and train_row.npy of a run and print what is in them."""
     run = Path(args.run)
@@ -281,13 +251,13 @@ def describe(args):
              for k in order if size[k] or k < num_known]
     header = ["id", "known", "name", "size", "share", "confidence", "keywords", *(f"example_{n + 1}" for n in range(EXAMPLES))]
     if anew:
-        write_atomic(run / "clusters.csv", csv_bytes(header, lines))
-    written = run / "assignments.sha256"
-    set_aside(run / "assignments.csv", written)
-    write_atomic(run / "assignments.csv", csv_bytes(ASSIGNED, (
+        set_aside(run / "clusters.csv")
+        write_table(run / "clusters.csv", header, lines)
+    if set_aside(run / "assignments.csv"):
+        print("its labels are learned from when you give that file to run_all.sh")
+    write_table(run / "assignments.csv", ASSIGNED, (
         [n + 1, texts[i], titles[given[i]] if given[i] >= 0 else "", cluster[i], titles[cluster[i]],
-         f"{100 * confidence[i]:.1f}"] if i >= 0 else [n + 1, "", "", "", "", ""] for n, i in enumerate(row.tolist()))))
-    write_atomic(written, digest(run / "assignments.csv"))
+         f"{100 * confidence[i]:.1f}"] if i >= 0 else [n + 1, "", "", "", "", ""] for n, i in enumerate(row.tolist())))
     write_atomic(run / "train_row.npy", lambda f: np.save(f, row))
     new = [line for line in lines if line[1] == "no"]
     print(f"{num_known} known clusters and {len(new)} new ones{'; the largest new ones:' if new else ''}")

@@ -13,6 +13,7 @@ L_p = cross-entropy on the labelled rows + masked language modelling on all rows
 import datetime
 import errno
 import hashlib
+import json
 import math
 import os
 import re
@@ -213,8 +214,11 @@ def load_trained_layers(encoder, state):
 
 # ---- torchrun: process `rank` of `world` holds rows rank::world, and process 0 does what is done once ----
 
-def start_processes(device):
-    """(rank, world size, this process's device) from torchrun's environment; one process without it."""
+def start_processes(device, config):
+    """(rank, world size, this process's device) from torchrun's environment; one process without it.
+
+    config: the settings, which all processes must have alike, else UserError.
+    """
     world = int(os.environ.get("WORLD_SIZE", 1))
     if world == 1:
         return 0, 1, device
@@ -233,6 +237,7 @@ def start_processes(device):
     store, rank, world = next(dist.rendezvous("env://", timeout=LIMIT))
     store = dist.PrefixStore(agreed_prefix(store, rank, world), store)
     on_gpu = device.type == "cuda"
+    check_same_job(store, rank, world, config | {"device": device.type})
     dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=world,
                             timeout=LIMIT, device_id=device if on_gpu else None)
     return rank, world, device
@@ -260,6 +265,16 @@ def agreed_prefix(store, rank, world):
     return name
 
 
+def check_same_job(store, rank, world, config):
+    """UserError on every process where one was started with another config than process 0: they would wait for each other."""
+    store.set(f"job {rank}", json.dumps(config, sort_keys=True, default=str))
+    jobs = [json.loads(store.get(f"job {other}")) for other in range(world)]
+    for other, job in enumerate(jobs):
+        if different := [key for key in {**jobs[0], **job} if jobs[0].get(key) != job.get(key)]:
+            raise UserError(f"process {other} was started with another {different[0]} than process 0: every node needs the "
+                            "same command, data/ and out/, and the same --device and --dtype where their machines differ")
+
+
 def sum_over_ranks(x):
     """x summed over processes; x itself on one."""
     if dist.is_initialized():
@@ -283,10 +298,10 @@ def check_same_checkpoint(epoch, step, folder, world, device):
         raise UserError(f"the processes found different checkpoints: every node needs the same {folder}/ (a shared disk)")
 
 
-def on_all_processes(device, work):
+def on_all_processes(device, config, work):
     """work(rank, world, device) on each of torchrun's processes, which end here; on the only one without torchrun."""
     try:
-        rank, world, device = start_processes(device)
+        rank, world, device = start_processes(device, config)
         work(rank, world, device)
         if world > 1:
             dist.barrier()  # process 0 is still writing: a process that left would look like a failure to torchrun
@@ -407,11 +422,11 @@ def main(args):
         if first_process():
             left = load_checkpoint(part)  # by a kill between the two; of other settings it is a --restart that was killed
             if left and same_config(left["config"], config, part, True):
-                part.unlink()
+                part.unlink(missing_ok=True)  # another node's first process may have been here
             kept = f" (dev accuracy {found['dev_accuracy']:.2f})" if len(labels["dev"]) else ""
             print(f"{done} is there already, made with the same settings{kept}: skipped")
         return
-    on_all_processes(device, lambda *where: train(args, texts, labels, meta, config, dtype, out, *where))
+    on_all_processes(device, config, lambda *where: train(args, texts, labels, meta, config, dtype, out, *where))
 
 
 def read_texts(args, texts, device, dtype, out, rank, world):

@@ -37,6 +37,7 @@ from tqdm import tqdm
 from encoder import Encoder, pick_dtype
 from losses import class_wise_loss, contrastive_objective, instance_wise_loss, select_clean
 from make_lt_data import (
+    CORPORA,
     UserError,
     check_positive,
     check_shares,
@@ -45,6 +46,7 @@ from make_lt_data import (
     first_process,
     open_run,
     run_script,
+    set_aside,
     write_atomic,
 )
 from metrics import cluster_metrics
@@ -168,7 +170,7 @@ def kmeans_result(z, centre, N, rank):
 
 def lambda2_of(args):
     """--lambda2, by default the paper's (Appendix F): 2 on long-tailed data, 7 at gamma 1."""
-    return args.lambda2 or (2.0 if args.gamma > 1 else 7.0)
+    return args.lambda2 or (7.0 if args.gamma <= 1 and args.dataset in CORPORA else 2.0)
 
 
 def transport_plan(log_p, args, lambda2, potential, marginal):
@@ -388,7 +390,7 @@ def main(args):
         if first_process():
             print_results(results, out)
         return
-    on_all_processes(device, lambda *where: train(args, texts, labels, meta, pre, config, data, base, out, *where))
+    on_all_processes(device, config, lambda *where: train(args, texts, labels, meta, pre, config, data, base, out, *where))
 
 
 def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, device):
@@ -467,6 +469,7 @@ def find_checkpoint(out, config, restart, rank, world, device):
     if rank == 0 and found:
         print(f"resuming {out}/last.pt after epoch {epoch}" + f" and {step} batches" * (step > 0))
     elif rank == 0:
+        set_aside(out / "clusters.csv")
         for name in ("results.json", "clusters.csv", "train_row.npy", "report.html"):  # assignments.csv may hold work of a user
             (out / name).unlink(missing_ok=True)
     return found

@@ -226,7 +226,7 @@ def draw(scaling, threads, path):
     for column, letter, fixed in ((0, "N", "K = 150"), (1, "K", "N = 10,000")):
         rows = [r for r in scaling if (r["K"] == 150 if letter == "N" else r["N"] == 10_000 and r["K"] != 150)]
         for axis, key, color in ((axes[0, column], "seconds", "#0072B2"), (axes[1, column], "above_input_mb", "#D55E00")):
-            axis.loglog([r[letter] for r in rows], [max(r[key], 0.01) for r in rows], "o-", color=color)
+            axis.loglog([r[letter] for r in rows], [max(r[key], 1e-3) for r in rows], "o-", color=color)
             axis.grid(True, alpha=0.3)
         axes[1, column].set_xlabel(f"{'rows N' if letter == 'N' else 'classes K'}   ({fixed})")
     axes[0, 0].set_ylabel("seconds")

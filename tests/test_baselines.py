@@ -1,6 +1,7 @@
 """The compared methods: their pieces against plain formulas, each whole on the demo corpus, resumed after a kill, bad flags."""
 import importlib
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -264,6 +265,36 @@ def test_latentems_loss(tiny_flags, monkeypatch):
     expected = (0.4 * assignment_loss(normalize(heads["projection"](z), dim=1), memory["cluster"][ROWS], 0.1)
                 + 0.6 * cross_entropy(heads["known"](z[y >= 0]), y[y >= 0]))
     assert float(batch_loss(ROWS, memory).detach()) == pytest.approx(float(expected.detach()), rel=1e-4)
+
+
+def test_the_loop_of_a_stage_keeps_the_best_epoch_and_follows_its_schedule(tmp_path):
+    """A loss whose gradient is always 1: Adam's steps are then the learning rate, and the weight says what it was."""
+    layer = torch.nn.Linear(1, 1, bias=False)
+    layer.weight.data.fill_(5.0)
+    run = SimpleNamespace(args=SimpleNamespace(seed=0, restart=False), out=tmp_path, device=torch.device("cpu"), config={},
+                          encoder=SimpleNamespace(trained_layers=layer, fingerprint="a"), label={"train": torch.zeros(6)},
+                          log=[], seconds={}, epochs={}, kept={})
+    weights, training, judged, values = [5.0], [], [], iter([3.0, 1.0, 2.0, 1.5, 0.0])
+
+    def batch_loss(rows, memory):
+        training.append(layer.training)
+        if len(training) > 1:
+            weights.append(layer.weight.item())
+        return layer.weight.sum()
+
+    def judge(memory):
+        judged.append((layer.training, layer.weight.item()))
+        memory["of"] = memory["epoch"]
+        return next(values)
+
+    memory = shared.train(run, "toy", {}, batch_loss, epochs=9, batch_size=2, lr=0.01, judge=judge, patience=2,
+                          bias_correction=True)
+    assert all(training) and not any(mode for mode, _ in judged) and len(training) == 4 * 3
+    assert run.epochs == {"toy": 4} and run.kept == {"toy": 2} and memory["of"] == 2
+    assert layer.weight.item() == judged[1][1] != judged[3][1]
+    for n, (before, after) in enumerate(zip(weights, weights[1:])):
+        rate = 0.01 * shared.lr_share(n, 27, True)
+        assert before - after == pytest.approx(rate + 0.01 * rate * before, rel=1e-3)
 
 
 def test_usnids_losses(tiny_flags, monkeypatch):

@@ -2,6 +2,7 @@ import filecmp
 import hashlib
 import http.server
 import os
+import platform
 import subprocess
 import sys
 import threading
@@ -73,12 +74,14 @@ def test_two_processes_may_write_the_same_file_and_what_killed_ones_left_goes(tm
     writers = [subprocess.Popen([sys.executable, "-c", WRITER, path, letter], cwd=REPO) for letter in "ab"]
     assert [writer.wait(PATIENCE) for writer in writers] == [0, 0]
     of_dead, of_living, folder = (
-        tmp_path / f"same [1].txt.{pid}.part" for pid in (writers[0].pid, os.getppid(), os.getpid()))
-    for left in (of_dead, of_living):
+        tmp_path / f"same [1].txt.{platform.node().replace('.', '-')}.{pid}.part"
+        for pid in (writers[0].pid, os.getppid(), os.getpid()))
+    elsewhere = tmp_path / f"same [1].txt.another-machine.{writers[0].pid}.part"  # where that number may be alive
+    for left in (of_dead, of_living, elsewhere):
         left.write_text("half")
     folder.mkdir()
     assert make_lt_data.part_of(path) == folder, "a name that a killed process of the same number had"
-    assert of_living.exists() and not of_dead.exists() and not folder.exists()
+    assert of_living.exists() and elsewhere.exists() and not of_dead.exists() and not folder.exists()
 
 
 def test_hidden_labels_are_only_in_train_truth(tiny_run):

@@ -21,7 +21,7 @@ from make_lt_data import UserError, make_own_task, make_split, open_table, raw_c
 from metrics import cluster_metrics
 from predict import ask_for_name, cluster_names, distinct, keywords, propose_names
 from pretrain import load_checkpoint
-from train_imbanid import Args, wanted_classes
+from train_imbanid import Args, find_checkpoint, lambda2_of, wanted_classes
 
 TEXTS = [f"{verb} the {thing}" for verb in ("open", "close", "paint") for thing in ("door", "window", "gate", "roof")]
 
@@ -552,6 +552,23 @@ def test_labels_that_were_filled_in_are_never_written_over(own_run, tmp_path):
         assert aside.read_bytes() == edited and f"was edited: it is {aside.name} now" in said
         assert [line["label"] for line in read(run / "assignments.csv")] == labels
     assert "was edited" not in script("predict.py", run, "--data_dir", folder / "data").stdout
+
+
+def test_an_edited_clusters_csv_outlives_a_new_run(own_run, tmp_path, capsys):
+    run = shutil.copytree(own_run[1], tmp_path / "my_table_s0")
+    (run / "last.pt").unlink()
+    for change in (lambda text: text.replace(",no,", ",no,mine ", 1), lambda text: text.replace(",yes,", ",yes,", 1)):
+        shutil.copy(own_run[1] / "clusters.csv", run)
+        text = change((run / "clusters.csv").read_text(encoding="utf-8-sig"))
+        (run / "clusters.csv").write_text(text, encoding="utf-8")
+        find_checkpoint(run, {}, False, 0, 1, torch.device("cpu"))
+        said = capsys.readouterr().out
+        assert not (run / "clusters.csv").exists() and ("it is clusters_edited.csv now" in said) == ("mine" in text)
+    assert "mine" in (run / "clusters_edited.csv").read_text() and not (run / "clusters_edited1.csv").exists()
+
+
+def test_a_table_has_no_gamma():
+    assert [lambda2_of(Args(dataset=name, gamma=1)) for name in ("demo", "my_table")] == [7, 2]
 
 
 def test_bad_calls_of_predict(own_run, tmp_path, tiny_run):

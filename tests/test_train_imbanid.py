@@ -264,6 +264,43 @@ def test_several_processes_give_what_one_gives(tiny_run, P, pseudo_label):
     assert one["test"] == several["test"]
 
 
+def test_a_batch_of_all_rows_has_the_same_losses_on_two_processes(tiny_run, calm_encoder, tmp_path):
+    """Each process has its own rows' labels, confidence and clean flags, or the losses would differ."""
+    task = (*tiny_run[0][:-1], tmp_path / "out")
+    script("pretrain.py", *task, "--encoder", calm_encoder, *TINY_PRETRAIN)
+    words = (*task, *TINY_TRAIN, "--epochs", 1, "--replace_rate", 0, "--batch_size", 512)
+    logs = []
+    for P in (1, 2):
+        script("train_imbanid.py", *words, "--tag", f"P{P}", nproc=P)
+        logs.append(json.loads((tmp_path / f"out/demo_g4_s0_P{P}/log.jsonl").read_text()))
+    for key in ("contrastive", "ce", "clean", "dev_accuracy"):
+        assert logs[0][key] == pytest.approx(logs[1][key], rel=1e-4), key
+
+
+def test_what_stage_3_hands_from_epoch_to_epoch(tiny_run, monkeypatch):
+    """The labelled rows to DR and QR, the potential to the next transport, and the steps of a cosine to the optimizer."""
+    task, folder = tiny_run
+    starts, rates, labelled = [], [], []
+
+    def listened(told, of, *given, **more):
+        told(*given, **more)
+        return of(*given, **more)
+
+    for name, told in (("relaxed_ot", lambda *_, init, **__: starts.append(init)),
+                       ("select_clean", lambda *given: labelled.append(given[-1])),
+                       ("joint_step", lambda _, optimizer, *__: rates.append([g["lr"] for g in optimizer.param_groups]))):
+        monkeypatch.setattr(train_imbanid, name, functools.partial(listened, told, getattr(train_imbanid, name)))
+    words = (*task, *TINY_TRAIN, "--epochs", 3, "--tag", "handed_on")
+    train_imbanid.main(parse_args(train_imbanid.Args, [str(word) for word in words]))
+    given = torch.from_numpy(np.load(folder / "data/demo_g4_s0/train_label.npy")) >= 0
+    assert len(labelled) == 3 and all(torch.equal(rows, given) for rows in labelled)
+    assert starts[0] is None and all(start.abs().sum() > 0 for start in starts[1:]) and len(starts) == 4
+    steps = len(rates)
+    assert steps == 9
+    for n, (lr, head_lr) in enumerate(rates):
+        assert (lr, head_lr) == pytest.approx(tuple(top * (0.5 + 0.5 * math.cos(math.pi * n / steps)) for top in (0.001, 0.01)))
+
+
 def test_two_processes_give_the_same_bytes_again(tiny_run):
     task, folder = tiny_run
     for tag in ("again1", "again2"):
@@ -298,11 +335,29 @@ def test_two_nodes(tiny_run):
     assert json.loads((folder / "out/demo_g4_s0_nodes/results.json").read_text())["processes"] == 2
 
 
+ANOTHER_JOB = """
+import os, sys, torch
+sys.path.insert(0, {repo!r})
+from make_lt_data import UserError
+from pretrain import start_processes
+try:
+    start_processes(torch.device("cpu"), {{"dtype": "float32", "batch_size": 64 + int(os.environ["NODE"])}})
+except UserError as err:
+    print(err, flush=True)
+"""
+
+
+def test_nodes_with_another_command_are_told_so_at_once(tmp_path):
+    (tmp_path / "job.py").write_text(ANOTHER_JOB.format(repo=str(REPO)))
+    said = on_two_nodes(tmp_path / "job.py")
+    assert all("started with another batch_size than process 0: every node needs the same command" in out for out, _ in said)
+
+
 DIES_ONCE = """
 import os, sys, time, torch
 sys.path.insert(0, {repo!r})
 from pretrain import start_processes, sum_over_ranks
-start_processes(torch.device("cpu"))
+start_processes(torch.device("cpu"), {{}})
 node = os.environ["NODE"]
 if not os.path.exists(node):
     open(node, "w").close()
@@ -717,7 +772,7 @@ def test_a_folder_that_was_removed_is_said(tmp_path):
 def test_a_leftover_world_size_is_said(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="start it with torchrun, or unset WORLD_SIZE"):
-        pretrain.start_processes(torch.device("cpu"))
+        pretrain.start_processes(torch.device("cpu"), {})
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
