@@ -331,8 +331,13 @@ def on_two_nodes(*words, flags=()):
 def test_two_nodes(tiny_run):
     """README's --nnodes command with out/ shared, as it asks."""
     task, folder = tiny_run
-    on_two_nodes(REPO / "train_imbanid.py", *task, *TINY_TRAIN, "--epochs", "1", "--tag", "nodes")
-    assert json.loads((folder / "out/demo_g4_s0_nodes/results.json").read_text())["processes"] == 2
+    words = (*task, *TINY_TRAIN, "--epochs", "1", "--tag")
+    on_two_nodes(REPO / "train_imbanid.py", *words, "nodes")
+    script("train_imbanid.py", *words, "node", nproc=2)
+    two, one = (folder / f"out/demo_g4_s0_{tag}" for tag in ("nodes", "node"))
+    assert json.loads((two / "results.json").read_text())["processes"] == 2
+    for name in ("pseudo_label.npy", "test_pred.npy"):
+        assert (two / name).read_bytes() == (one / name).read_bytes()
 
 
 ANOTHER_JOB = """
