@@ -367,6 +367,10 @@ def check_flags(args):
         raise UserError(f"--num_classes {args.num_classes}: pass a number, or {', '.join(ESTIMATES)}")
     if not 0 < args.mu < 1:
         raise UserError(f"--mu {args.mu} must be between 0 and 1")
+    for flag, other, wanted in (("max_classes", "num_classes", "appendix_e"), ("min_cluster", "num_classes", "appendix_e"),
+                                ("mu", "pseudo_label", "mot")):
+        if getattr(args, flag) != getattr(Args, flag) and getattr(args, other) != wanted:
+            raise UserError(f"--{flag} says something with --{other} {wanted} alone: add that, or leave it out")
     if args.batch_size < int(os.environ.get("WORLD_SIZE", 1)):
         raise UserError(f"--batch_size {args.batch_size} is less than a row for each of {os.environ['WORLD_SIZE']} processes")
     check_tag(args)

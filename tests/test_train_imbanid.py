@@ -731,6 +731,7 @@ def test_a_finished_pre_training_is_skipped_and_one_of_other_settings_or_data_re
     (["--num_classes", "many"], ["num_classes"]), (["--pseudo_label", "uot"], ["uot"]), (["--tau", "0"], ["tau"]),
     (["--device", "tpu"], ["tpu"]), (["--dtype", "int8"], ["int8"]), (["--epochs", "0"], ["epochs"]),
     (["--what"], ["--what"]), (["--lambda2", "-1"], ["lambda2"]), (["--lambda1", "inf"], ["lambda1"]), (["--mu", "1"], ["mu"]),
+    (["--mu", "0.5"], ["--pseudo_label mot"]), (["--max_classes", "9"], ["--num_classes appendix_e"]),
     (["--tag", "a/b"], ["tag"]), (["--tag", "gcd"], ["--tag gcd"]), (["--lr", "1e39"], ["lr", "below 1e+38"]),
     (["--label_weight", "1e39"], ["label_weight", "below 1e+38"]), (["--temperature", "1e-40"], ["log P", "--temperature"])])
 def test_bad_flags(tiny_run, flags, words):
