@@ -11,6 +11,8 @@
     iwcl = instance_wise_loss(z, tau=0.07)                                              # (B, V)
     contrastive_objective(cwcl, iwcl, num_positive).mean().backward()
 
+Call them on float32, outside of autocast: half precision, divided by tau, puts the gradient off by a percent.
+
 Every loss is per anchor, so the caller divides by the number of anchors it has, on one process or many. In a
 distributed run, pass `gather`: it takes a (B, ...) tensor and returns the rows of all processes, this process's own rows
 first, and lets gradients through. Anchors are then the local rows and the contrast set is the global batch.
@@ -68,8 +70,7 @@ def contrast_log_prob(z, tau, gather=None):
     if not tau > 0:
         raise ValueError(f"tau must be positive, got {tau}")
     everyone = z if gather is None else gather(z)
-    with torch.autocast(z.device.type, enabled=False):  # half precision, divided by tau, is a percent of the gradient off
-        similarity = z.flatten(0, 1) @ everyone.flatten(0, 1).T / tau
+    similarity = z.flatten(0, 1) @ everyone.flatten(0, 1).T / tau
     return similarity.fill_diagonal_(float("-inf")).log_softmax(1)  # own rows come first, so anchor i is column i
 
 

@@ -52,14 +52,6 @@ def test_gradients():
     assert torch.autograd.gradcheck(lambda x: instance_wise_loss(x, 0.5), z)
 
 
-def test_autocast_changes_nothing():
-    z, label, q, clean = batch(H=64)
-    z = z.float()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        half = class_wise_loss(z, label, q, clean)[0], instance_wise_loss(z)
-    assert torch.equal(half[0], class_wise_loss(z, label, q, clean)[0]) and torch.equal(half[1], instance_wise_loss(z))
-
-
 def test_no_gradient_reaches_the_confidence_and_that_of_a_noisy_row_may_be_nan():
     z, label, q, clean = batch()
     q = q.masked_fill(~clean, math.nan).requires_grad_()
