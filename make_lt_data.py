@@ -15,6 +15,7 @@ gamma times the smallest. 75 % of the classes are known, 10 % of their rows are 
 A table of your own is taken as it is: rows with a label are labelled, rows without are not.
 """
 import argparse
+import contextlib
 import csv
 import errno
 import glob
@@ -94,6 +95,7 @@ LABEL_NAMES = ("label", "intent", "category", "class", "topic", "tag", "target")
 LIKE_NONE = ("na", "n/a", "nan", "none", "null", "nil", "-", "--", "?", "unknown", "unlabeled", "unlabelled", "tbd", "todo",
              "other", "others", "misc", "miscellaneous", "oos", "out of scope", "#n/a", "<na>", "(blank)")
 DELIMITERS = ",;\t|"
+NO_TEXT = re.compile(r"""\{["']|\[["'{\[]|https?://\S+$""")  # JSON, or an address alone
 OPEN_NAME = re.compile(rf'(?:^|[{DELIMITERS}])\s*"(?:[^"]|"")*$')  # a header whose last name is in quotes that are open
 FEWEST_TEXTS = 10
 csv.field_size_limit(2**31 - 1)  # a support ticket may be longer than the csv module's 131,072 characters
@@ -332,11 +334,9 @@ def clean(text):
 
 
 def as_cell(value):
-    """What a table says for a value of JSON; a list of one string is that string, as annotation tools write labels."""
-    if value is None or value != value or value in ([], {}):
+    """What a table says for a value of JSON."""
+    if value is None or value != value:
         return ""
-    if isinstance(value, list) and len(value) == 1:
-        return as_cell(value[0])
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
@@ -550,37 +550,42 @@ def delimited(file, path, first, above, said):
               "count as empty", file=sys.stderr)
 
 
-def digest(path):
-    """What a table says, whatever a spreadsheet makes of its quotes, spaces, decimals and order of rows."""
-    with open_table(path) as file:
-        said = sorted([(key, " ".join(value.split())) for key, value in line.items() if key not in ("share", "confidence")]
-                      for line in records(file, path))
-    return hashlib.sha256(repr(said).encode()).hexdigest()
+def digest(lines):
+    """What a table's lines, dicts, say, whatever a spreadsheet makes of their quotes, spaces, order, and numbers of percent."""
+    said = (sorted((key, " ".join(value.split())) for key, value in line.items()
+                   if key not in ("share", "confidence") or re.search(r"[^\d.,]", value)) for line in lines)
+    return hashlib.sha256(b"".join(sorted(hashlib.sha256(repr(line).encode()).digest() for line in said))).hexdigest()
 
 
 def set_aside(path):
-    """Rename a table that somebody has changed since write_table wrote it, and say so. Returns whether it was."""
+    """Copy a table that somebody has changed since write_table wrote it, and say so. Returns whether it was."""
+    if not path.exists():
+        return False
+    known = path.with_suffix(".sha256")
     try:
-        if not path.exists() or digest(path) == path.with_suffix(".sha256").read_text():
-            return False
-    except (FileNotFoundError, UserError):
+        with open_table(path) as file, contextlib.redirect_stderr(io.StringIO()):  # the notes are for tables of others
+            if known.exists() and digest(records(file, path)) in known.read_text().split():
+                return False
+    except UserError:
         pass  # whatever a spreadsheet has made of it is not ours to write over
     numbered = (path.with_name(f"{path.stem}_edited{n or ''}{path.suffix}") for n in itertools.count())
     aside = next(candidate for candidate in numbered if not candidate.exists())
-    os.replace(path, aside)
-    print(f"{path} was edited: it is {aside.name} now")
+    write_atomic(aside, path.read_bytes())
+    print(f"{path} {'was' if known.exists() else 'may have been'} edited: it is kept as {aside.name}")
     return True
 
 
 def write_table(path, header, rows):
     """A .csv, and beside it the digest by which set_aside sees that somebody has changed it."""
-    text = io.StringIO(newline="")
+    text, known = io.StringIO(newline=""), path.with_suffix(".sha256")
     out = csv.writer(text, lineterminator="\n")
     out.writerow(header)
     out.writerows(rows)
     text = text.getvalue()
+    new, old = digest(csv.DictReader(io.StringIO(text, newline=""))), known.read_text() if known.exists() else ""
+    write_atomic(known, f"{new}\n{old}")  # a kill in between leaves a file that is either
     write_atomic(path, text.encode("ascii" if text.isascii() else "utf-8-sig"))  # by the mark a spreadsheet knows UTF-8
-    write_atomic(path.with_suffix(".sha256"), digest(path))
+    write_atomic(known, new)
 
 
 def pick_column(path, columns, flag, wanted, usual, fallback):
@@ -593,7 +598,7 @@ def pick_column(path, columns, flag, wanted, usual, fallback):
 
 def pick_text_column(path, rows, columns, wanted=""):
     """The column with the texts: the one asked for, one with a usual name, or the one with the most letters in rows."""
-    letters = {name: sum(c.isalpha() for row in rows if not (cell := row.get(name, "")).startswith(("{", "[", "http"))
+    letters = {name: sum(c.isalpha() for row in rows if not NO_TEXT.match(cell := row.get(name, ""))
                          for c in cell) for name in columns}
     cells = {name: [row[name] for row in rows if row.get(name)] for name in columns}
     labels = [name for name in columns if name.lower() in LABEL_NAMES and 2 * len(set(cells[name])) <= len(cells[name])]
@@ -603,11 +608,23 @@ def pick_text_column(path, rows, columns, wanted=""):
         return found
     if found is None:
         raise UserError(f"{path} has no column with text: name it with --text_column")
-    if any(re.fullmatch(r"-?\d+([.,]\d+)?", name) or len(name.split()) > 4 for name in columns):
-        raise UserError(f"{path}: its first line holds a number or a sentence and is probably no header "
-                        f"({', '.join(columns)[:100]}): put one above it, such as id,text,label, or name the column of texts "
-                        "with --text_column")
+    if any(re.fullmatch(r"-?\d+([.,]\d+)?", name) for name in columns):
+        raise UserError(f"{path}: its first line holds a number and is probably no header ({', '.join(columns)[:100]}): put "
+                        "one above it, such as id,text,label, or name the column of texts with --text_column")
     return found
+
+
+def plain_label(cell):
+    """A label as a table's cell has it, "" for none: without what has no width, in one form of its accents; a JSON list of
+    one label, as annotation tools write it, is that label, an empty one none."""
+    try:
+        found = json.loads(cell) if cell.startswith(("[", "{")) else cell
+    except ValueError:
+        found = cell
+    if not found:
+        return ""
+    found = found[0] if isinstance(found, list) and len(found) == 1 and isinstance(found[0], str) else cell
+    return unicodedata.normalize("NFC", " ".join(found.split()).strip("\u200b\ufeff "))
 
 
 def read_table(path, text_column, label_column):
@@ -624,17 +641,19 @@ def read_table(path, text_column, label_column):
     columns = list(dict.fromkeys(key for row in rows for key in row))  # a JSON object may leave a key out
     if text_column and text_column == label_column:
         raise UserError(f"--text_column and --label_column are both {text_column}: name two columns")
-    no_text = label_column if label_column not in ("", "none") and len(columns) > 1 else None
+    wanted, no_text = text_column, label_column if label_column not in ("", "none") and len(columns) > 1 else None
     text_column = pick_text_column(path, rows[:1000], [c for c in columns if c != no_text], text_column)
     others, asked = [c for c in columns if c != text_column], label_column
     label_column = None if label_column == "none" else pick_column(path, others, "label_column", label_column, LABEL_NAMES,
                                                                    None)
     texts = [row.get(text_column, "").strip() for row in rows]
-    labels = [" ".join(re.sub("[\u200b\ufeff]", "", row.get(label_column, "")).split()) for row in rows]  # no width, no label
-    labels = [unicodedata.normalize("NFC", label) for label in labels]
+    labels = [plain_label(row.get(label_column, "")) for row in rows]
     if label_column is not None and not any(labels):
         raise UserError(f"{path}: column {label_column!r} is empty in every row: name another with --label_column, or pass "
                         "--label_column none to cluster without labels")
+    if not wanted and len(text_column.split()) > 4 and not path.suffix.lower().startswith(".json"):
+        print(f"{path}: the texts are in a column called {text_column!r}: if that is one of them, the file has no header, and "
+              "needs a first line such as text", file=sys.stderr)
     if len(set(texts) - {""}) < FEWEST_TEXTS:
         raise UserError(f"{path} has {len(rows)} row(s) with {len(set(texts) - {''})} different text(s) in column "
                         f"{text_column!r}: at least {FEWEST_TEXTS} are needed (--text_column chooses another column)")
@@ -686,6 +705,7 @@ def make_own_task(texts, labels, seed, dev_ratio):
               "of these is kept for dev"),
              (sum(c in like_none for c in chosen), f"text(s) with the label {' or '.join(like_none)}, a class like any other "
               "here: leave the cell empty where it means that there is none"),
+             (sum(c.startswith('["') for c in chosen), "text(s) with several labels: each list of them is a class of its own"),
              (len(same), f"label(s) written in several ways ({', '.join(name for name, _ in same[:5])}): each way is a class"),
              (len(chosen) * all(chosen), "texts and a label for each, which they keep, so that nothing new can be found: leave "
               "the cell empty of a text that may be of another class"))

@@ -62,7 +62,8 @@ STOP_WORDS = ENGLISH_STOP_WORDS.union(
     "does did doing don doesn didn isn aren wasn won ll ve re just please want wants wanted need needs needed like know tell "
     "let make got getting going say said thing things way".split())
 UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff"  # Thai, Lao, Burmese, Khmer; kana, Han
-MARKS = "\u0300-\u036f\u0591-\u05c7\u0610-\u061a\u064b-\u065f\u0900-\u0dff"  # parts of words that \\w leaves out
+MARKS = (  # parts of words that \w leaves out: accents, points, and the vowels of India's scripts
+    "\u0300-\u036f\u0591-\u05c7\u0610-\u061a\u064b-\u065f\u0900-\u0963\u0966-\u096f\u0971-\u0df3")
 WORD = rf"(?<![\w{MARKS}])[^\W\d_][\w{MARKS}]{{1,39}}(?![\w{MARKS}])"  # a longer one would make a name of itself
 SHOWN = 20  # typical texts that --name_command reads
 SPREADSHEETS = (".xlsx", ".xls", ".ods")
@@ -152,7 +153,7 @@ def ask_for_name(command, words, examples, proposed, first=True):
                           errors="replace")
     printable = re.sub(r"\x1b\[[0-9;]*m|[\x00-\x09\x0b-\x1f\x7f]", " ", said.stdout)  # a terminal's colours, NUL
     line = next((" ".join(line.split()) for line in printable.splitlines() if line.strip()), "")
-    reason = "".join(said.stderr.split("\n")[-2:]).strip()[:200]
+    reason = (said.stderr.strip().splitlines() or [""])[-1][:200]
     if said.returncode in (126, 127) and first:
         raise UserError(f"--name_command {command!r} cannot be run: {reason}")
     if said.returncode or not line:
@@ -226,17 +227,15 @@ def describe(args):
     typical = [[texts[i] for i in own[np.argsort(-nearness[own], kind="stable")]] for own in members]
     titles = names[:num_known] + propose_names(words[num_known:], names[:num_known])
     found = cluster_names(run, K) if (run / "clusters.csv").exists() else {}
-    titles, said = [found.get(k, title) for k, title in enumerate(titles)], {}
+    titles, said, interrupt = [found.get(k, title) for k, title in enumerate(titles)], {}, None
     if args.name_command:
         bar = tqdm([k for k in range(num_known, K) if typical[k]], desc="naming", disable=not sys.stderr.isatty())
         try:
             for k in bar:
                 if name := ask_for_name(args.name_command, words[k], typical[k][:SHOWN], titles[k], first=not said):
                     said[k] = name
-        except KeyboardInterrupt:  # the names so far may have cost money
-            if not said:
-                raise
-            print(f"stopped: {len(said)} of {len(bar)} clusters have names of --name_command", file=sys.stderr)
+        except KeyboardInterrupt as err:  # the names so far may have cost money
+            interrupt = err
         kept = [title for k, title in enumerate(titles) if k not in said]
         for k, name in zip(said, distinct(said.values(), kept)):
             titles[k] = name
@@ -266,6 +265,8 @@ def describe(args):
     said = f"written to {run}/clusters.csv and assignments.csv" if anew else (
         f"written to {run}/assignments.csv with the names of clusters.csv (delete that for new ones)")
     print(f"{said}; python figures.py {run} draws report.html")
+    if interrupt:
+        raise interrupt
 
 
 # ---- new texts ----
