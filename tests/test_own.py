@@ -592,7 +592,8 @@ def test_a_kill_between_a_table_and_its_digest_is_no_edit(tmp_path, monkeypatch,
     write_table(path, ("a", "confidence"), [("1\n" * 30, "50.0")])
     for count in (1, 2):
         writes = [write] * count
-        monkeypatch.setattr(make_lt_data, "write_atomic", lambda *given, writes=writes: writes.pop()(*given) if writes else 1 / 0)
+        monkeypatch.setattr(make_lt_data, "write_atomic",
+                            lambda *given, writes=writes: writes.pop()(*given) if writes else 1 / 0)
         with pytest.raises(ZeroDivisionError):
             write_table(path, ("a", "confidence"), [(f"{count}", "50.0")])
         monkeypatch.undo()
