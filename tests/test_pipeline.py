@@ -88,8 +88,11 @@ def test_flags_reach_the_stages_they_are_for(tmp_path):
     (own / "python").write_text("#!/bin/sh\n[ \"$1\" = -c ] && echo run$5 || echo \"$@\"\n")
     (own / "python").chmod(0o755)
     ask = " --name_command=ask"
-    there = f" --name_command=cd {tmp_path} && ask"
-    for cwd, naming in ((own, (ask, ask)), (tmp_path, ("", there))):  # once a run: names in a clusters.csv may have been edited
+    (office := tmp_path / "Büro's").mkdir()
+    there = f" --name_command=cd '{tmp_path}/Büro'\\''s' && ask"
+    assert subprocess.run(["sh", "-c", there.split("=", 1)[1].replace("ask", "pwd")], text=True, capture_output=True,
+                          env={**os.environ, "LC_ALL": "C"}).stdout == f"{office}\n"
+    for cwd, naming in ((own, (ask, ask)), (office, ("", there))):  # once a run: names in a clusters.csv may have been edited
         done = subprocess.run(["bash", own / "run_all.sh", "a.csv", *ask.split()], cwd=cwd, text=True, check=True,
                               capture_output=True, env={**os.environ, "PATH": f"{own}:{os.environ['PATH']}", "SEEDS": "0 1"})
         assert [line for line in done.stdout.splitlines() if line.startswith(("predict", "figures"))] == [
