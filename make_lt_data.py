@@ -577,12 +577,10 @@ def set_aside(path):
 
 def write_table(path, header, rows):
     """A .csv, and beside it the digest by which set_aside sees that somebody has changed it."""
-    text, known = io.StringIO(newline=""), path.with_suffix(".sha256")
-    out = csv.writer(text, lineterminator="\n")
-    out.writerow(header)
-    out.writerows(rows)
-    text = text.getvalue()
-    new, old = digest(csv.DictReader(io.StringIO(text, newline=""))), known.read_text() if known.exists() else ""
+    text, rows = io.StringIO(newline=""), [[*map(str, row)] for row in rows]
+    csv.writer(text, lineterminator="\n").writerows([header, *rows])
+    text, known = text.getvalue(), path.with_suffix(".sha256")
+    new, old = digest(dict(zip(header, row)) for row in rows), known.read_text() if known.exists() else ""
     write_atomic(known, f"{new}\n{old}")  # a kill in between leaves a file that is either
     write_atomic(path, text.encode("ascii" if text.isascii() else "utf-8-sig"))  # by the mark a spreadsheet knows UTF-8
     write_atomic(known, new)
@@ -641,9 +639,10 @@ def read_table(path, text_column, label_column):
     columns = list(dict.fromkeys(key for row in rows for key in row))  # a JSON object may leave a key out
     if text_column and text_column == label_column:
         raise UserError(f"--text_column and --label_column are both {text_column}: name two columns")
-    wanted, no_text = text_column, label_column if label_column not in ("", "none") and len(columns) > 1 else None
+    asked_text, asked_label = text_column, label_column
+    no_text = label_column if label_column not in ("", "none") and len(columns) > 1 else None
     text_column = pick_text_column(path, rows[:1000], [c for c in columns if c != no_text], text_column)
-    others, asked = [c for c in columns if c != text_column], label_column
+    others = [c for c in columns if c != text_column]
     label_column = None if label_column == "none" else pick_column(path, others, "label_column", label_column, LABEL_NAMES,
                                                                    None)
     texts = [row.get(text_column, "").strip() for row in rows]
@@ -651,13 +650,13 @@ def read_table(path, text_column, label_column):
     if label_column is not None and not any(labels):
         raise UserError(f"{path}: column {label_column!r} is empty in every row: name another with --label_column, or pass "
                         "--label_column none to cluster without labels")
-    if not wanted and len(text_column.split()) > 4 and not path.suffix.lower().startswith(".json"):
+    if not asked_text and len(text_column.split()) > 4 and not path.suffix.lower().startswith(".json"):
         print(f"{path}: the texts are in a column called {text_column!r}: if that is one of them, the file has no header, and "
               "needs a first line such as text", file=sys.stderr)
     if len(set(texts) - {""}) < FEWEST_TEXTS:
         raise UserError(f"{path} has {len(rows)} row(s) with {len(set(texts) - {''})} different text(s) in column "
                         f"{text_column!r}: at least {FEWEST_TEXTS} are needed (--text_column chooses another column)")
-    if not asked and all(labels) and 2 * len(set(labels)) > len(labels):
+    if not asked_label and all(labels) and 2 * len(set(labels)) > len(labels):
         raise UserError(f"{path}: most rows have a value of their own in column {label_column!r}, probably not labels: "
                         f"pass --label_column none, or if they are --label_column {shlex.quote(label_column)}")
     return texts, labels, text_column, label_column
