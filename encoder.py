@@ -9,6 +9,7 @@ import importlib.util
 import os
 import sys
 import tempfile
+from operator import attrgetter
 from pathlib import Path
 from pickle import UnpicklingError
 
@@ -143,16 +144,17 @@ def load_masked_lm(name):
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         model = AutoModelForMaskedLM.from_pretrained(folder, attn_implementation="sdpa", dtype=torch.float32)
-        layers = model.base_model.encoder.layer
         # Asked for what Encoder takes of it, so that a lack shows here, as an AttributeError.
-        layers[-1].attention.self.query, layers[-1].attention.output, layers[-1].intermediate, (
-            layers[-1].output, model.base_model.embeddings.position_embeddings)
+        attrgetter("attention.self.query", "attention.output", "intermediate", "output")(model.base_model.encoder.layer[-1])
+        attrgetter("embeddings.position_embeddings")(model.base_model)
+        if len(tokenizer) > len(model.get_input_embeddings().weight):
+            raise ValueError(f"its tokenizer has {len(tokenizer)} tokens, the model {len(model.get_input_embeddings().weight)}")
     except (OSError, ValueError, KeyError, ImportError, SafetensorError, RuntimeError, EOFError, UnpicklingError) as err:
         reason = str(err).strip().split("\n")[0]
         raise UserError(f"--encoder {name} cannot be loaded ({reason[:120]}): pass --encoder minilm, which comes with "
                         "requirements.txt, or the path of a downloaded model folder") from None
     except AttributeError:
-        raise UserError(f"--encoder {name} is not BERT-like (other layers): pass bert-base-uncased or minilm") from None
+        raise UserError(f"--encoder {name} is not BERT-like (other layers): pass BERT's, RoBERTa's or the like") from None
     return tokenizer, model
 
 
@@ -198,6 +200,10 @@ class Encoder(nn.Module):
     """
 
     def __init__(self, name, max_length, device, dtype, cached=True, cache_gb=8.0, folder=None, trained_layers=1):
+        """name, max_length, trained_layers: the flags. dtype: pick_dtype's. cached False: --no_cache. Raises UserError.
+
+        folder: where, on a CPU, hidden states above cache_gb lie in a mapped file; None: always in memory.
+        """
         super().__init__()
         if max_length < 3:
             raise UserError(f"--max_length {max_length} leaves no word between a text's first and last token: pass 3 or more")
@@ -320,7 +326,7 @@ class Encoder(nn.Module):
         """Yield (positions (b,), states (T, H), lengths (b,), ids) for chunks of rows (B,): the last layer's output.
 
         Tokens lie one behind the other, shortest row first. With target, Packed int64 ids, only the tokens whose id is 0 or
-        more are carried to the end, and ids holds theirs (T,); None without.
+        more are carried to the end, and are what states and ids (T,) hold; ids is None without. lengths are of whole rows.
         """
         if not hidden.values.is_floating_point():  # ids: --no_cache, the trunk runs for every batch anew
             target = target.take(rows) if target is not None else None
@@ -391,7 +397,7 @@ class Encoder(nn.Module):
         return nn.functional.cross_entropy(logits[:len(wanted)].float(), place), len(wanted)
 
     def special(self, tokens):
-        """bool (T,): [CLS], [SEP] and the like, which no augmentation may touch."""
+        """bool (T,): [CLS], [SEP], [UNK] and the like, which no augmentation may touch."""
         return torch.isin(tokens.values, torch.tensor(self.tokenizer.all_special_ids, device=self.device))
 
     def mask_tokens(self, tokens, generator):

@@ -19,6 +19,7 @@ import json
 import math
 import re
 import warnings
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +46,7 @@ PAPER_METHODS = {
 # The paper's Table 3, gamma 10: {tag: (title, head medium tail of CLINC, of BANKING, of StackOverflow)}.
 ABLATIONS = {
     "": ("ImbaNID", (82.52, 90.67, 71.26, 68.26, 66.05, 65.87, 90.67, 87.25, 81.67)),
+    "no_training": ("w/o stage 3: the seeded head", (math.nan,) * 9),  # --epochs 0
     "no_class_sizes": ("w/o class sizes", (math.nan,) * 9),  # of the seeding, ours
     "no_swaps": ("w/o moved centres", (math.nan,) * 9),  # --swaps 0, of the seeding, ours
     "no_label_weight": ("w/o label weight", (math.nan,) * 9),  # --label_weight 1, of the seeding, ours
@@ -65,6 +67,7 @@ ROWS = (("ImbaNID", "test"), ("ImbaNID, protocol T", "test_kmeans"), ("k-means, 
 COLUMNS = ("ACC", "NMI", "ARI", "known", "novel", "head", "medium", "tail")
 GROUPS = COLUMNS[-3:]
 LEADS = {("test", "ACC"): "C", ("test", "tail"): "tail (C)", ("test_kmeans", "ACC"): "T"}
+ENDS = ("test", "test_held", "test_seeded")  # under C: a method's own end, GCD's, ImbaNID's search
 METHOD_COLUMNS = (*(f"{c} (C)" for c in COLUMNS[:5]), "ACC (T)", "epochs", "seconds")
 HELD = ", labels held"  # behind a method's title: its features, with GCD's end instead of its own under C
 CUT = ", cut short"  # likewise: on a shorter schedule than the published one, whose runs have the tag "full"
@@ -90,6 +93,11 @@ def read_results(path):
         raise UserError(f"{path} is damaged: delete it and run train_imbanid.py for it again") from None
 
 
+def in_order(keys):
+    """Keys (dataset, gamma, ...) sorted, the corpora in the order of CORPORA."""
+    return sorted(keys, key=lambda key: (list(CORPORA).index(key[0]), *key[1:]))
+
+
 def read_kept(folder, ratios=(0.75, 0.1)):
     """read_results of the runs in results/, by name: those with these known and labelled ratios, None: all."""
     runs = map(read_results, sorted(Path(folder).glob("*_g*_s*.json")))
@@ -107,7 +115,8 @@ def spread(runs, key):
             one, other = ({**of, **of["config"]}.get(flag) for of in (first, run))
             if one != other and other is not None and flag not in OF_A_RUN:  # an older file may lack a flag
                 raise UserError(f"these runs of {first['method']} on {first['dataset']} differ in more than the seed ({flag} "
-                                f"{one}, {other}): take their means one by one")
+                                f"{one}, {other}): take their means one by one, and for a table remove some of them from "
+                                "results/")
     values = {c: np.array([run[key][c] for run in runs], dtype=float) for c in COLUMNS}
     return {c: (v.mean(), v.std(ddof=1) if len(v) > 1 else 0.0) for c, v in values.items()}
 
@@ -126,7 +135,8 @@ def print_mean(folders):
     if len({run["seed"] for run in runs}) < len(runs):
         raise UserError("a mean over seeds has each seed once")
     several = len(runs) > 1  # one seed has no deviation
-    print(f"\n{first['dataset']}, gamma {first['gamma']:g}, encoder {first['encoder']}, "
+    tag = first["tag"] and f"{first['tag']}, "
+    print(f"\n{first['dataset']}, gamma {first['gamma']:g}, {tag}encoder {first['encoder']}, "
           + (f"seeds {' '.join(str(run['seed']) for run in runs)}: mean and standard deviation, percent" if several else
              f"seed {first['seed']}, percent"))
     print(f"{'':30}" + "".join(f"{c:>{14 if several else 9}}" for c in COLUMNS))
@@ -134,10 +144,14 @@ def print_mean(folders):
         print(f"{title.replace('ImbaNID', method_title(first)):30}"
               + "".join(f"{mean:8.2f} ±{sd:4.2f}" if several else f"{mean:9.2f}" for mean, sd in scores.values()))
     minutes = np.array([sum(run["seconds"].values()) for run in runs]) / 60
-    print(f"{minutes.mean():.1f} minutes a run, peak memory {max(run['peak_memory_mb'] for run in runs):.0f} MB")
+    memory = max(run["peak_memory_mb"] for run in runs) * GB
+    print(f"{minutes.mean():.1f} minutes a run, all its stages, peak memory {memory:.1f} GB")
 
 
 def markdown(columns, rows):
+    """A table in Markdown, "" without rows: put_tables then leaves it out."""
+    if not rows:
+        return ""
     return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in (columns, ["---"] * len(columns), *rows))
 
 
@@ -150,8 +164,8 @@ def results_table(folder="results"):
     columns = ("corpus", "gamma", "encoder", "seeds", "ACC", "NMI", "ARI", "known", "novel", "ACC (T)",
                "semi-sup. k-means (10 starts), ACC", "k-means, ACC", "paper (BERT) ACC / NMI / ARI", "ours minus it")
     rows = []
-    for key in sorted(groups, key=lambda key: (list(CORPORA).index(key[0]), key[1:])):
-        (dataset, gamma, encoder), runs = key, groups[key]
+    for dataset, gamma, encoder in in_order(groups):
+        runs = groups[dataset, gamma, encoder]
         ours = spread(runs, "test")
         cells = [CORPORA[dataset][0], f"{gamma:g}", encoder, " ".join(str(run["seed"]) for run in runs)]
         cells += [f"{mean:.2f}" + (f" ± {sd:.2f}" if len(runs) > 1 else "")
@@ -174,12 +188,12 @@ def paired_test(ours, others):
 
 def ablation_table(folder="results"):
     """README's ablation table: ours (the paper's) for head, medium and tail at gamma 10, and ACC with a paired t-test, or
-    with `each` where the difference is the same on all seeds. Empty while results/ has no ablation.
+    with `each` where the difference is the same on all seeds. Of the encoder with most runs; empty without an ablation.
     """
-    runs = {}
-    for run in read_kept(folder):
-        if run["method"] == "imbanid" and run["tag"] in ABLATIONS and run["gamma"] == 10:
-            runs[run["dataset"], run["tag"], run["seed"]] = run
+    found = [run for run in read_kept(folder) if run["method"] == "imbanid" and run["tag"] in ABLATIONS and run["gamma"] == 10]
+    encoders = Counter(run["encoder"] for run in found if run["tag"])
+    encoder = max(encoders, key=encoders.get, default=None)
+    runs = {(run["dataset"], run["tag"], run["seed"]): run for run in found if run["encoder"] == encoder}
     corpora = [dataset for dataset in CORPORA if any(key[0] == dataset and key[1] for key in runs)]
     if not corpora:
         return ""
@@ -207,6 +221,11 @@ def ablation_table(folder="results"):
         rows[-1] += [f"{spread(full, 'ss_kmeans_raw')[c][0]:.2f}" if full else "not run" for c in (*GROUPS, "ACC")]
     heads = [f"{CORPORA[dataset][0]} {group}" for dataset in corpora for group in (*GROUPS, "ACC")]
     return markdown(["", *heads], rows)
+
+
+def method_place(method):
+    """Where a method stands in a table: in the order of METHODS, those that somebody has added behind."""
+    return list(METHODS).index(method) if method in METHODS else len(METHODS)
 
 
 def method_title(run):
@@ -241,14 +260,14 @@ def compared(folder, more=False):
                 cell |= {title: full} | ({title + CUT: others} if others else {})
         cell |= {title + HELD: {seed: run | {"test": run["test_held"]} for seed, run in by_seed.items()}
                  for title, by_seed in cell.items() if all("test_held" in run for run in by_seed.values())}
-    for key in sorted(found, key=lambda key: (list(CORPORA).index(key[0]), key[1:])):
+    for key in in_order(found):
         shared = set.intersection(*(set(runs) for runs in found[key].values()))
         ours = set(found[key].get("ImbaNID", ()))
         for seeds in (shared, ours) if more and ours > shared else (shared,):
             by_method = {title: runs for title, runs in found[key].items() if runs.keys() >= seeds}
             if seeds and len(by_method) > 1:
-                seeds, order = sorted(seeds), list(METHODS)
-                titles = sorted(by_method, key=lambda t: (order.index(by_method[t][seeds[0]]["method"]), t))
+                seeds = sorted(seeds)
+                titles = sorted(by_method, key=lambda t: (method_place(by_method[t][seeds[0]]["method"]), t))
                 groups.append((key, seeds, {title: by_method[title] for title in titles}))
     return groups
 
@@ -264,7 +283,7 @@ def headline_table(folder="results"):
             rows.append([CORPORA[dataset][0], f"**{acc['ImbaNID']:.1f}**", f"{PAPER[dataset, gamma][2]:.1f}",
                          f"{acc[best]:.1f} ({best})", *(f"{acc[title]:.1f}" for title in kmeans)])
     columns = "corpus", "ImbaNID, here", "ImbaNID, paper (BERT-base)", "best of the six compared methods", *kmeans
-    return markdown(columns, rows) if rows else ""
+    return markdown(columns, rows)
 
 
 def overview(folder, scores):
@@ -274,10 +293,10 @@ def overview(folder, scores):
     """
     groups, rows = compared(folder), []
     titles = list(dict.fromkeys(title for *_, by_method in groups for title in by_method if not title.endswith((HELD, CUT))))
-    for key, seeds, by_method in groups:
+    for (dataset, gamma, _), seeds, by_method in groups:
         found = {title: scores([runs[seed] for seed in seeds]) for title, runs in by_method.items() if title in titles}
         best = [np.max(column) for column in zip(*found.values())]  # unrounded; NaN, and so none, where a method has none
-        rows.append([CORPORA[key[0]][0], f"{key[1]:g}", " ".join(map(str, seeds))])
+        rows.append([CORPORA[dataset][0], f"{gamma:g}", " ".join(map(str, seeds))])
         rows[-1] += [" / ".join("-" if np.isnan(x) else f"**{x:.1f}**" if x == top else f"{x:.1f}"
                                 for x, top in zip(found.get(title, [np.nan]), best)) for title in titles]
     return rows, titles
@@ -286,14 +305,14 @@ def overview(folder, scores):
 def overview_table(folder="results"):
     """README's overview of the compared methods: ACC under C / under T."""
     rows, titles = overview(folder, lambda runs: [spread(runs, row)["ACC"][0] for row in ("test", "test_kmeans")])
-    return markdown(("corpus", "gamma", "seeds", *titles), rows) if rows else ""
+    return markdown(("corpus", "gamma", "seeds", *titles), rows)
 
 
 def groups_table(folder="results"):
     """baselines/README.md's table of the long tail, the paper's figure for gamma 3: ACC under C of head / medium / tail."""
     rows, titles = overview(folder, lambda runs: [spread(runs, "test")[group][0] for group in GROUPS])
     rows = [row for row in rows if row[1] != "1"]  # where all classes have as many rows there is no tail
-    return markdown((" / ".join(GROUPS), "gamma", "seeds", *titles), rows) if rows else ""
+    return markdown((" / ".join(GROUPS), "gamma", "seeds", *titles), rows)
 
 
 def leads_table(folder="results"):
@@ -307,12 +326,12 @@ def leads_table(folder="results"):
             ours = scores.pop("ImbaNID", np.array(np.nan))
             for kind in kinds:
                 others = {title.replace("k-means, ", "").removesuffix(" features"): x for title, x in scores.items()
-                          if ("k-means" in title) == (kind == "k-means")}
+                          if by_method[title][seeds[0]]["method"] in ({"kmeans"} if kind == "k-means" else PAPER_METHODS)}
                 told = others and not np.isnan(ours).any() and (column != "tail" or gamma > 1)  # with gamma 1 there is none
                 cells.append(lead(ours, others) if told else "-")
         rows.append(cells)
     columns = [f"{name}, {kind}" for name in LEADS.values() for kind in kinds]
-    return markdown(("corpus", "gamma", "seeds", *columns), rows) if rows else ""
+    return markdown(("corpus", "gamma", "seeds", *columns), rows)
 
 
 def lead(ours, others):
@@ -320,6 +339,30 @@ def lead(ours, others):
     best = max(others, key=lambda title: others[title].mean())
     p = paired_test(ours, others[best])
     return f"{(ours - others[best]).mean():+.1f} ({best}{p and '; ' + p})"
+
+
+def ends_table(folder="results"):
+    """baselines/README.md's table of what a method's end is worth: ACC under C of the same features with its own end, with
+    the labelled rows held, and with the centres that ImbaNID's search finds, of which ImbaNID's lead is told.
+    """
+    found = []
+    for key, seeds, by_method in compared(folder):
+        runs = {title: [by_seed[seed] for seed in seeds] for title, by_seed in by_method.items()
+                if not title.endswith((HELD, CUT))}
+        ours = runs.pop("ImbaNID", None)
+        runs = {title: of for title, of in runs.items() if all("test_seeded" in run for run in of)}
+        if ours and runs:
+            found.append((key, seeds, ours, runs))
+    titles, rows = list(dict.fromkeys(title for *_, runs in found for title in runs)), []
+    for (dataset, gamma, _), seeds, ours, runs in found:
+        acc = {title: {row: np.array([run[row]["ACC"] for run in of]) for row in ENDS if all(row in run for run in of)}
+               for title, of in [*runs.items(), ("ImbaNID", ours)]}
+        own = acc.pop("ImbaNID")["test"]
+        rows.append([CORPORA[dataset][0], f"{gamma:g}", " ".join(map(str, seeds)),
+                     *(" / ".join(f"{acc[title][row].mean():.1f}" if row in acc.get(title, ()) else "-" for row in ENDS)
+                       for title in titles), f"{own.mean():.1f}",
+                     lead(own, {title: acc[title]["test_seeded"] for title in runs if runs[title][0]["method"] != "kmeans"})])
+    return markdown(("corpus", "gamma", "seeds", *titles, "ImbaNID", "its lead over the best seeded"), rows)
 
 
 def methods_table(folder="results"):
@@ -330,12 +373,12 @@ def methods_table(folder="results"):
             if CUT in title:
                 continue  # other_settings_table has them
             runs = [by_seed[seed] for seed in seeds]
-            cells = [*method_cells(runs), paper_acc(runs[0]["method"], dataset, gamma)]
+            cells = dict(zip(METHOD_COLUMNS, method_cells(runs)), paper=paper_acc(runs[0]["method"], dataset, gamma))
             if title.endswith(HELD):
-                cells[5] = cells[-1] = ""  # T is that of the row above
-            rows.append([CORPORA[dataset][0], f"{gamma:g}", title, " ".join(map(str, seeds)), *cells])
+                cells |= {"ACC (T)": "", "paper": ""}  # T is that of the row above
+            rows.append([CORPORA[dataset][0], f"{gamma:g}", title, " ".join(map(str, seeds)), *cells.values()])
     columns = "corpus", "gamma", "method", "seeds", *METHOD_COLUMNS, "paper (BERT), ACC"
-    return markdown(columns, rows) if rows else ""
+    return markdown(columns, rows)
 
 
 def method_cells(runs):
@@ -353,7 +396,7 @@ def other_settings_table(folder="results"):
     """
     def place(item):
         dataset, gamma, _, method, _ = item[0]
-        return list(METHODS).index(method), list(CORPORA).index(dataset), gamma
+        return method_place(method), list(CORPORA).index(dataset), gamma
 
     plain, tagged = {}, {}
     for run in read_kept(folder):
@@ -373,12 +416,12 @@ def other_settings_table(folder="results"):
         first = sides[0][0]["config"]
         configs = [first | runs[0]["config"] for runs in sides]  # an older file may lack a flag
         flags = [flag for flag in first if flag != "pretrain" and any(config[flag] != first[flag] for config in configs)]
-        rows += [[METHODS[key[3]], CORPORA[key[0]][0], f"{key[1]:g}", " ".join(map(str, seeds)),
+        rows += [[method_title(sides[0][0]), CORPORA[key[0]][0], f"{key[1]:g}", " ".join(map(str, seeds)),
                   " ".join(f"--{flag} {config[flag]}" for flag in flags), *method_cells(runs),
                   f"{spread(runs, 'test_held')['ACC'][0]:.2f}" if all("test_held" in run for run in runs) else ""]
                  for runs, config in zip(sides, configs)]
     columns = "method", "corpus", "gamma", "seeds", "settings", *METHOD_COLUMNS, "ACC (C)" + HELD
-    return markdown(columns, rows) if rows else ""
+    return markdown(columns, rows)
 
 
 def schedules_table(folder="results"):
@@ -399,7 +442,7 @@ def schedules_table(folder="results"):
             cells.append(f"{gain.mean():+.1f} ({len(gain)}{p and '; ' + p}; {min(gain):+.1f} to {max(gain):+.1f})"
                          if len(gain) else "")
         rows += [[METHODS[method], *cells]] * any(cells)
-    return markdown(("full minus short, ACC", "C", "T", "C" + HELD), rows) if rows else ""
+    return markdown(("full minus short, ACC", "C", "T", "C" + HELD), rows)
 
 
 def paper_acc(method, dataset, gamma):
@@ -429,7 +472,7 @@ def settings_table(folder="results"):
                              *(f"{mean:.2f}" for mean, _ in (spread(found, "test")[c] for c in COLUMNS[:5])),
                              *(f"{spread(found, row)['ACC'][0]:.2f}" for row in ("test_kmeans", "ss_kmeans_raw"))])
     columns = ("setting", "corpus", "value", "K", "seeds", *COLUMNS[:5], "ACC (T)", "semi-sup. k-means (10 starts), ACC")
-    return markdown(columns, rows) if rows else ""
+    return markdown(columns, rows)
 
 
 def transport_tables(folder="results"):
@@ -437,7 +480,6 @@ def transport_tables(folder="results"):
     if not (path := Path(folder) / "bench_rot.json").exists():
         return ""
     found = read_results(path)
-    names = {dataset: CORPORA[dataset][0] for dataset in found["steps"]}
 
     def span(values):
         return f"{min(values):.0f} to {max(values):.0f}" if len(set(values)) > 1 else f"{values[0]:.0f}"
@@ -450,7 +492,7 @@ def transport_tables(folder="results"):
     for dataset, steps in found["steps"].items():
         kl = [ratios("pot", dataset, "kl", f"lambda2 {weight},", "unbalanced sinkhorn")[0] for weight in ("0.1", "1", "2", "7")]
         seconds = found["kmeans"][dataset]
-        rows.append([names[dataset], span(steps["cold"]), span(steps["corner"]), span(steps["in training"][1:]),
+        rows.append([CORPORA[dataset][0], span(steps["cold"]), span(steps["corner"]), span(steps["in training"][1:]),
                      f"{1000 * seconds['transport_s']:.0f} / {1000 * seconds['kmeans_s']:.0f}",
                      span(ratios("sinkhorn", dataset)), span(ratios("pot", dataset, "equality")),
                      ", ".join(f"{value:.2g}" for value in kl)])
@@ -490,11 +532,12 @@ def gpu_table(folder="results"):
                          *("-" if side["utilisation"] is None else f"{side['utilisation']:.0f} %" for side in (fast, slow)),
                          f"{100 * fast['of_matrix_rate']:.1f} %", f"{fast['peak_gpu_memory_mb'] * GB:.1f}"])
     return markdown(["encoder, on a GPU", "stage", "rows/s", "rows/s, uncached float32", "ratio", "GPU busy",
-                     "GPU busy, uncached float32", "of the matrix rate", "GB"], rows) if rows else ""
+                     "GPU busy, uncached float32", "of the matrix rate", "GB"], rows)
 
 
 TABLES = (headline_table, results_table, ablation_table, settings_table, overview_table, groups_table, leads_table,
-          methods_table, other_settings_table, schedules_table, transport_tables, speed_table, gpu_table)  # what `table` builds
+          methods_table, other_settings_table, schedules_table, transport_tables, speed_table,
+          gpu_table)  # what `table` builds
 
 
 # ---- pictures, a function each; what draws them is imported where it is used, so that the tables start at once ----
@@ -520,10 +563,10 @@ def short(name):
     return (name if len(name) < 27 else name[:13] + "…" + name[-12:]).replace("$", r"\$")
 
 
-def task(run):
+def benchmark_of(run):
     """The benchmark's side of a run: its data folder, class names, training rows a class, and how many classes are known."""
     data = run["folder"].resolve().parent.parent / "data" / run_name(
-        *(run["config"][key] for key in TASK))
+        **{key: run["config"][key] for key in TASK})
     return (data, (data / "labels.txt").read_text(encoding="utf-8").splitlines(), np.load(data / "class_counts.npy"),
             json.loads((data / "meta.json").read_text())["num_known"])
 
@@ -546,7 +589,7 @@ def tsne(feature, rows):
 
 def class_sizes(run):
     """Training rows of each class, or of each found cluster of own data, the largest first."""
-    counts, num_known = task(run)[2:] if not run.get("own") else (
+    counts, num_known = benchmark_of(run)[2:] if not run.get("own") else (
         np.bincount(np.load(run["folder"] / "pseudo_label.npy"), minlength=run["num_classes"]), run["num_known"])
     order = np.argsort(-counts, kind="stable")
     figure, (axis,) = panels()
@@ -565,7 +608,7 @@ def class_sizes(run):
 
 def tsne_map(run):
     """Map of the test rows (t-SNE): true classes of all sizes in colour, the other classes grey."""
-    data, names, counts, num_known = task(run)
+    data, names, counts, num_known = benchmark_of(run)
     label, by_size = np.load(data / "test_label.npy"), np.argsort(-counts, kind="stable")
     rows, xy = tsne(np.load(run["folder"] / "test_feature.npy"), np.arange(len(label)))
     figure, (axis,) = panels(height=6)
@@ -631,7 +674,7 @@ def confusion(run):
     from sklearn.metrics import confusion_matrix
 
     from metrics import match_clusters
-    data, names, counts, num_known = task(run)
+    data, names, counts, num_known = benchmark_of(run)
     truth, cluster = np.load(data / "test_label.npy"), np.load(run["folder"] / "test_pred.npy")
     classes, top = match_clusters(truth, cluster), np.argsort(-counts, kind="stable")[:15]
     place = np.full(max(len(names), len(classes)), len(top))
@@ -652,8 +695,11 @@ def confusion(run):
 # ---- pictures that compare runs ----
 
 def varied(runs, key, same=None):
-    """[(title, {value of key: runs})] where key varies among runs that agree in `same`, or in all but the seed, the tag, the
-    flag that goes with key, and what of the pre-training no flag of stage 3 repeats, other than the layers that train."""
+    """[(title, {value of key: runs})] where key varies among comparable runs.
+
+    These are runs that agree in the settings named in `same`, or else in all but key, the flag set together with it (WITH_IT),
+    the seed, the tag and the data; of the pre-training trained_layers counts, which no flag of stage 3 repeats.
+    """
     left_out, found = (key, WITH_IT.get(key), "seed", "tag", "pretrain", "data"), {}
     for run in runs:
         config = {**run["config"], "tag": run.get("tag", ""), "encoder": run["encoder"], "method": run["method"],
@@ -683,7 +729,7 @@ def gamma_curves(found, _):
     figure, axes = panels(len(found), height=4)
     for axis, (title, by_gamma) in zip(axes, found):
         for (gamma, runs), colour in zip(by_gamma.items(), COLOURS):
-            counts = np.sort(task(runs[0])[2])[::-1]
+            counts = np.sort(benchmark_of(runs[0])[2])[::-1]
             axis.plot(1 + np.arange(len(counts)), counts, color=colour, label=f"gamma {gamma:g}", lw=2)
         axis.set(title=title, xlabel="classes, by size", ylabel="training rows", ylim=(0, None))
         axis.locator_params(axis="x", integer=True)
@@ -731,7 +777,8 @@ def report(run, pictures):
     with open_table(folder / "clusters.csv") as f:  # as somebody's spreadsheet may have left it
         clusters = [{key: value[:300] for key, value in line.items()} for line in records(f, folder / "clusters.csv")
                     if any(line.values())]  # a spreadsheet may leave an empty one
-    if lacking := {"id", "known", "name", "size", "share", "confidence", "keywords"}.difference(*clusters[:1]):
+    columns = clusters[0] if clusters else ()
+    if lacking := {"id", "known", "name", "size", "share", "confidence", "keywords"}.difference(columns):
         raise UserError(f"{folder}/clusters.csv has no column {min(lacking)}: put it back, or remove the file (and the names "
                         f"you gave) and run python predict.py {folder}")
     train_row, place = np.load(folder / "train_row.npy"), {line["id"]: i for i, line in enumerate(clusters)}
@@ -837,6 +884,10 @@ def main(words):
             raise UserError(f"{kept[0]} is no folder of out/, whose results.json could be kept")
         Path("results").mkdir(exist_ok=True)
         for path in paths:
+            kept, run = Path("results") / f"{Path(path).name}.json", read_benchmark(path)
+            if kept.exists() and read_results(kept)["encoder"] != run["encoder"]:
+                raise UserError(f"{kept} is of encoder {read_results(kept)['encoder']}, {path} of {run['encoder']}: remove the "
+                                "file first, or keep the run in another checkout")
             write_atomic(Path("results") / f"{Path(path).name}.json", json.dumps(read_benchmark(path), indent=1) + "\n")
     elif command == "table":
         if not read_kept("results", ratios=None):

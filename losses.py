@@ -28,13 +28,15 @@ def select_clean(label, confidence, beta, rho=0.7, tau_g=0.9, use_dr=True, use_q
     true, always clean. DR keeps, in class j, the min(|s_j|, ceil(N rho beta_j)) rows of largest confidence (labelled ones
     before all, ties: first row); QR keeps the rows with confidence > tau_g. Without both, every row is clean (the paper's
     "w/o DR and QR").
-    Raises ValueError for other shapes, labels outside of 0..K-1, NaN and negative numbers.
+    Raises ValueError for other shapes and types, labels outside of 0..K-1, NaN, and what is no probability.
     """
-    if label.ndim != 1:
-        raise ValueError(f"label must have shape (N,), got {tuple(label.shape)}")
+    if label.ndim != 1 or label.is_floating_point():
+        raise ValueError(f"label must be integers of shape (N,), got {label.dtype} {tuple(label.shape)}")
     N = len(label)
-    if confidence.shape != (N,) or not (confidence >= 0).all():
-        raise ValueError(f"confidence must have shape ({N},) and hold no NaN, nor anything below 0")
+    if confidence.shape != (N,) or not ((confidence >= 0) & (confidence <= 1 + 1e-3)).all():
+        raise ValueError(f"confidence must have shape ({N},) and lie in 0..1, without NaN")
+    if not beta.is_floating_point():
+        raise ValueError(f"beta must be a floating-point tensor, got {beta.dtype}")
     if beta.ndim != 1 or not (beta >= 0).all() or N and not 0 <= label.min() <= label.max() < len(beta):
         raise ValueError(f"beta must have shape (K,) with every label in 0..K-1, and hold no NaN, got {tuple(beta.shape)}")
     if labelled is not None and (labelled.shape != (N,) or labelled.dtype != torch.bool):
@@ -45,7 +47,9 @@ def select_clean(label, confidence, beta, rho=0.7, tau_g=0.9, use_dr=True, use_q
         return torch.ones(N, dtype=torch.bool, device=label.device)
     clean = torch.zeros(N, dtype=torch.bool, device=label.device)
     if use_dr:
-        quota = torch.ceil(N * rho * beta.double() - 1e-6)  # 1e-6: float32 0.3 * 10 is 3, not 3.0000001
+        exact = N * rho * beta.double()
+        rounding = 4 * torch.finfo(beta.dtype).eps * exact + 1e-6  # float32 0.3 * 10 is 3, not 3.0000001
+        quota = torch.ceil(exact - rounding)
         quota = quota.clamp_max(N).long().to(label.device)  # above 2**63 it would wrap; not every device has float64
         first = confidence if labelled is None else confidence.masked_fill(labelled, float("inf"))  # others may tie at 1
         order = torch.argsort(first, descending=True, stable=True)
@@ -86,6 +90,8 @@ def class_wise_loss(z, label, confidence, clean, tau=0.07, adaptive_weight=True,
     for name, value in (("label", label), ("confidence", confidence), ("clean", clean)):
         if value.shape != (B,):
             raise ValueError(f"{name} must have shape ({B},), got {tuple(value.shape)}")
+    if label.is_floating_point() or clean.dtype != torch.bool:
+        raise ValueError(f"label must be integers and clean bool, got {label.dtype} and {clean.dtype}")
     log_prob = contrast_log_prob(z, tau, gather)
     clean, confidence = clean & (label >= 0), confidence.detach()
     other_label, other_q, other_clean = (x if gather is None else gather(x) for x in (label, confidence, clean))

@@ -115,7 +115,11 @@ def flag_parser(description):
     """An ArgumentParser that takes no abbreviations and raises UserError for a bad flag."""
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = lambda message: (_ for _ in ()).throw(UserError(f"{message}; --help lists the flags"))
+
+    def error(message):  # argparse's own prints the usage as well and exits
+        raise UserError(f"{message}; --help lists the flags")
+
+    parser.error = error
     return parser
 
 
@@ -125,7 +129,7 @@ def parse_args(Args, argv=None):
     source = "".join(inspect.getsource(part) for part in Args.__mro__[:-1])
     comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", source, re.M))
     for field in fields(Args):
-        text = comments[field.name].replace("%", "%%")
+        text = comments.get(field.name, "").replace("%", "%%")
         if field.type is bool:
             parser.add_argument(f"--{field.name}", action="store_true", help=text)
         else:
@@ -147,42 +151,50 @@ def run_script(main, Args=None):
     signal.signal(signal.SIGTERM, stop)  # a batch system's way to say Ctrl-C, and torchrun's to those who outlive a process
     if sys.stdout:
         sys.stdout.reconfigure(errors="backslashreplace")  # a name may hold what the screen has no letter for
-    every = False  # whether all processes say it, or one for all
-    goes_on = "; the same command goes on from the last checkpoint" if hasattr(Args, "restart") else ""
     try:
         main(parse_args(Args) if Args else sys.argv[1:])
         flush_stdout()  # here, where an error still has a place
-    except UserError as err:
-        message, every = str(err), isinstance(err, ThisProcessError)
-    except BrokenPipeError:  # `| head` has read enough
+    except BaseException as err:
+        said = explain(err, Args)
+        if not said:
+            raise
+        leave(*said)
+
+
+def explain(err, Args):
+    """(message, whether every process of torchrun says it or one for all) of an error that a user can mend, else None."""
+    goes_on = "; the same command goes on from the last checkpoint" if hasattr(Args, "restart") else ""
+    text = str(err).strip()
+    if isinstance(err, UserError):
+        return str(err), isinstance(err, ThisProcessError)
+    if isinstance(err, BrokenPipeError):  # `| head` has read enough
         if not goes_on:
             os._exit(0)
-        message, every = "its standard output was closed" + goes_on, True
-    except OSError as err:
-        # None is numpy's short write; the rest are disks that are full and paths that are not what they should be.
-        if err.errno not in (None, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS, errno.ENOTDIR,
-                             errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.EIO, errno.ENAMETOOLONG):
-            raise
-        message = f"cannot use {err.filename or 'the output folder'}: {err.strerror or err}; nothing was left half-written"
-        every = True
-    except (RuntimeError, MemoryError) as err:
-        if isinstance(err, RuntimeError) and not re.search(NO_MEMORY, str(err)):
-            raise
+        return "its standard output was closed" + goes_on, True
+    # None is numpy's short write; the rest are disks that are full and paths that are not what they should be.
+    if isinstance(err, OSError) and err.errno in (
+            None, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST,
+            errno.ENOTEMPTY, errno.EIO, errno.ENAMETOOLONG):
+        return f"cannot use {err.filename or 'the output folder'}: {err.strerror or err}; nothing was left half-written", True
+    if isinstance(err, MemoryError) or isinstance(err, RuntimeError) and re.search(NO_MEMORY, str(err)):
         slower = " or, on a GPU, --no_cache" if hasattr(Args, "no_cache") else ""
-        message = (f"out of memory ({(str(err).strip().splitlines() or ['numpy'])[0][:150]}): free some, or pass a smaller "
-                   f"--batch_size{slower}; finished epochs are saved")
-        every = True
-    except KeyboardInterrupt as err:
-        every = True
+        return (f"out of memory ({(text.splitlines() or ['numpy'])[0][:150]}): free some, or pass a smaller "
+                f"--batch_size{slower}; finished epochs are saved"), True
+    if isinstance(err, KeyboardInterrupt):
         if not err.args and not first_process():  # Ctrl-C reaches them all
             os._exit(2)
-        message = "stopped" + goes_on
-    else:
-        return
+        return "stopped" + goes_on, True
+    return None
+
+
+def leave(message, every):
+    """Print message as one line on stderr, under torchrun by the first process alone unless `every`, and exit with 2."""
     if not every and not first_process():  # torchrun ends the others when one has ended, and the first has yet to say it
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: os._exit(2))
         time.sleep(20)  # after that it is this process's alone
+    for number in (signal.SIGTERM, signal.SIGINT):  # torchrun's may come while this is being said
+        signal.signal(number, signal.SIG_IGN)
     print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
     sys.stderr.flush()
     try:
@@ -492,16 +504,16 @@ def delimited(file, path, first, above, said):
 
     said: the delimiter, where one of these says so.
     """
-    begin, full, short = 1, False, []  # full: whether a row had all cells; short: the lines of those that had not
+    full, short = False, []  # full: whether a row had all cells; short: the lines of those that had not
     between = behind = 0  # empty lines between rows, and behind the last one
     long = []  # the lines of rows in which a quote may have swallowed others
-    head = [first] if first.count('"') % 2 and OPEN_NAME.search(first) else []
-    while head and (more := file.readline()):  # a name that goes on in the next line
-        above, begin = above + 1, begin - 1
-        head.append(more)
-        if more.count('"') % 2:
-            break
-    first = "".join(head) or first
+    more = 0  # lines of the header behind its first, which the reader takes for one with it
+    if first.count('"') % 2 and OPEN_NAME.search(first):  # a name goes on in the next line
+        while line := file.readline():
+            first, more = first + line, more + 1
+            if line.count('"') % 2:
+                break
+    above, begin = above + more, 1 - more
     # A header of one name: no delimiter, so that commas in unquoted texts do no harm (none holds a unit separator).
     bare = re.sub('"[^"]*"', "", first)  # a comma in a quoted name delimits nothing
     delimiter = said or ("\t" if Path(path).suffix.lower() == ".tsv" and "\t" in first else max(DELIMITERS, key=bare.count))
@@ -596,9 +608,8 @@ def pick_column(path, columns, flag, wanted, usual, fallback):
 
 def pick_text_column(path, rows, columns, wanted=""):
     """The column with the texts: the one asked for, one with a usual name, or the one with the most letters in rows."""
-    letters = {name: sum(c.isalpha() for row in rows if not NO_TEXT.match(cell := row.get(name, ""))
-                         for c in cell) for name in columns}
     cells = {name: [row[name] for row in rows if row.get(name)] for name in columns}
+    letters = {name: sum(sum(map(str.isalpha, cell)) for cell in cells[name] if not NO_TEXT.match(cell)) for name in columns}
     labels = [name for name in columns if name.lower() in LABEL_NAMES and 2 * len(set(cells[name])) <= len(cells[name])]
     likely = [name for name in columns if name not in labels and letters[name]]
     found = pick_column(path, columns, "text_column", wanted, TEXT_NAMES, max(likely, key=letters.get, default=None))
@@ -617,7 +628,7 @@ def plain_label(cell):
     one label, as annotation tools write it, is that label, an empty one none."""
     try:
         found = json.loads(cell) if cell.startswith(("[", "{")) else cell
-    except ValueError:
+    except (ValueError, RecursionError):
         found = cell
     if not found:
         return ""
@@ -740,8 +751,8 @@ def own_data(args):
     texts, labels, names, row = make_own_task(texts, labels, args.seed, args.dev_ratio)
     labelled = int((labels["train"] >= 0).sum())
     meta = {"dataset": own_name(args.dataset), "own": True, "seed": args.seed, "asked": asked, "text_column": text_column,
-            "num_classes": 0, "num_known": len(names), "labeled_ratio": max(0.1, labelled / len(texts["train"])),
-            "num_labelled": labelled,
+            "num_classes": 0, "num_known": len(names), "num_labelled": labelled,
+            "labeled_ratio": max(0.1, labelled / len(texts["train"])),  # a labelled row counts for at most 10 in the seeding
             "num_unlabelled": len(texts["train"]) - labelled, "num_dev": len(texts["dev"]), "num_test": 0,
             "num_rows": len(row), "raw_sha256": {"table": file_sha256(path)}}
     write_run(folder, texts, labels, names, {"train_row": row}, meta)
@@ -835,6 +846,10 @@ def print_table_row(meta):
 
 def main(args):
     check_task(args)
+    unread = ("text_column", "label_column", "dev_ratio") if args.dataset in CORPORA else ("labeled_ratio", "mirror")
+    for flag in unread:  # run_all.sh gives the others to both
+        if getattr(args, flag) != getattr(Args, flag):
+            raise UserError(f"--{flag} says nothing about --dataset {args.dataset}: leave it out")
     if args.dataset not in CORPORA:
         own_data(args)
         return

@@ -191,7 +191,7 @@ def open_model(run):
 
 def open_data(config, data_dir):
     """The data folder that a run was trained on, and read_run of it."""
-    data = Path(data_dir) / run_name(*(config[key] for key in TASK))
+    data = Path(data_dir) / run_name(**{key: config[key] for key in TASK})
     found = read_run(data)
     if data_fingerprint(data) != config["pretrain"]["data"]:
         raise UserError(f"{data} holds other data now than the run was trained on: train it anew, or pass --data_dir")
@@ -325,11 +325,8 @@ def label_rows(rows, text_column, labeller, names, columns, batch):
         yield part
 
 
-def label_file(args):
-    """Stream args.input to args.output with a cluster for every row."""
-    run = Path(args.run)
-    state, results = open_model(run)
-    names = cluster_names(run, len(state["head"]))
+def output_file(args):
+    """(what is written in the end, what is written until then), once the input and --output are known to be usable."""
     stdin, output = args.input == "-", Path(args.output)
     if args.output == "-" and not sys.stdout:
         raise UserError("the standard output is closed: pass -o FILE")
@@ -345,7 +342,31 @@ def label_file(args):
         output = Path(os.path.realpath(output))  # what a link points to, and not the link, is replaced
     if args.output != "-" and (output.is_dir() or not output.parent.is_dir()):
         raise UserError(f"--output {args.output} cannot be written: pass a file's name in a folder that exists")
-    part = part_of(output) if regular else output
+    return output, part_of(output) if regular else output
+
+
+def new_table_columns(args, sample, trained_on):
+    """(all columns of the new table, that of the texts, those to add). sample: its first rows. trained_on: the run's column."""
+    columns = seen = list(dict.fromkeys(key for row in sample for key in row))
+    if Path(args.input).suffix.lower() in (".json", ".jsonl"):  # where any row may bring a new key
+        with open_table(args.input) as whole:
+            columns = list(dict.fromkeys(key for row in records(whole, args.input) for key in row))
+    wanted = args.text_column or (trained_on if trained_on in columns else "")
+    text_column = pick_text_column(args.input, sample, columns if wanted else seen, wanted)
+    added = []
+    for name in NEW_COLUMNS:
+        while name in columns:
+            name = f"predicted_{name}"
+        added.append(name)
+    return columns, text_column, added
+
+
+def label_file(args):
+    """Stream args.input to args.output with a cluster for every row."""
+    run, stdin = Path(args.run), args.input == "-"
+    state, results = open_model(run)
+    names = cluster_names(run, len(state["head"]))
+    output, part = output_file(args)
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(io.TextIOWrapper(sys.stdin.buffer, "utf-8-sig", newline="") if stdin else
                                    open_table(args.input))
@@ -353,12 +374,7 @@ def label_file(args):
         sample = list(itertools.islice(rows, 1 if stdin else 1000))  # to choose the column by
         if not sample:
             raise UserError(f"{'stdin' if stdin else args.input} is empty, or a header without rows")
-        columns = seen = list(dict.fromkeys(key for row in sample for key in row))
-        if Path(args.input).suffix.lower() in (".json", ".jsonl"):  # where any row may bring a new key
-            with open_table(args.input) as whole:
-                columns = list(dict.fromkeys(key for row in records(whole, args.input) for key in row))
-        wanted = args.text_column or (results.get("text_column") if results.get("text_column") in columns else "")
-        text_column = pick_text_column(args.input, sample, columns if wanted else seen, wanted)
+        columns, text_column, added = new_table_columns(args, sample, results.get("text_column"))
         labeller = Labeller(state, names, args.device, args.dtype)
         if args.output == "-":
             out = stack.enter_context(io.TextIOWrapper(sys.stdout.buffer, "utf-8", newline="", write_through=True))
@@ -370,11 +386,6 @@ def label_file(args):
             out = stack.enter_context(open(part, "w", encoding=code, newline=""))
         bar = stack.enter_context(tqdm(total=None if stdin else os.path.getsize(args.input), unit="B", unit_scale=True,
                                        desc="labelling", disable=not sys.stderr.isatty()))
-        added = []
-        for name in NEW_COLUMNS:
-            while name in columns:
-                name = f"predicted_{name}"
-            added.append(name)
         table = csv.DictWriter(out, [*columns, *added], restval="", extrasaction="ignore", lineterminator="\n")
         table.writeheader()
         count = without = 0
@@ -409,8 +420,10 @@ def main(words):
         raise UserError(f"--output {args.output}: what is written is CSV: choose a name that ends in .csv")
     if args.batch_size < 1:
         raise UserError(f"--batch_size {args.batch_size} must be 1 or more")
-    if args.input is None and (args.output != "-" or args.text_column):
-        raise UserError("--output and --text_column belong to new texts, and none were given: predict.py RUN new.csv -o FILE")
+    of_new_texts = [flag for flag in ("output", "text_column", "batch_size", "device", "dtype")
+                    if getattr(args, flag) != parser.get_default(flag)]
+    if args.input is None and of_new_texts:
+        raise UserError(f"--{of_new_texts[0]} belongs to new texts, and none were given: predict.py RUN new.csv -o FILE")
     if args.input is not None and args.name_command:
         raise UserError("--name_command belongs to the naming of a run's clusters: pass no new texts with it")
     (describe if args.input is None else label_file)(args)

@@ -174,7 +174,14 @@ def same_config(found, config, path, restart):
         found, config, of = found[key], config[key], f"{key}'s "
         key = next(k for k in {**found, **config} if found.get(k) != config.get(k))
     raise UserError(f"{path} was made with other settings ({of}{key} {found.get(key)!r}, now {config.get(key)!r}): pass "
-                    "--restart to replace it, or another --out_dir (train_imbanid.py: --tag) to keep both")
+                    "--restart to replace it, or run the scripts one by one with another --out_dir (train_imbanid.py alone: "
+                    "another --tag) to keep both")
+
+
+def open_checkpoint(path, config, restart):
+    """load_checkpoint of one made with this config, else None: there is none, or with `restart` one of other settings."""
+    found = load_checkpoint(path)
+    return found if found and same_config(found["config"], config, path, restart) else None
 
 
 def seed_epoch(seed, epoch, rank=0, step=0):
@@ -382,12 +389,9 @@ def train_epoch(encoder, classifier, optimizer, hidden, masked, target, label, a
     encoder.train()
     labelled = torch.where(label >= 0)[0]
     batches = torch.randperm(len(label), generator=generator).to(encoder.device).split(args.batch_size)
-    for step, rows in enumerate(batches, 1):
-        drawn = rows[:0]
-        if len(labelled):
-            drawn = labelled[torch.randint(len(labelled), (min(args.labeled_batch_size, len(labelled)),), generator=generator)]
-        if step <= done:  # only what is drawn after it needs its drawing
-            continue
+    size = min(args.labeled_batch_size, len(labelled))
+    beside = [labelled[torch.randint(max(1, len(labelled)), (size,), generator=generator)] for _ in batches]
+    for step, (rows, drawn) in enumerate(list(zip(batches, beside))[done:], done + 1):
         ce, mlm = batch_loss(encoder, classifier, hidden, masked, target, label, rows, drawn, args, rank, world)
         joint_step(ce + mlm, optimizer, f"epoch {epoch}, step {step} of {len(batches)}", torch.cat([rows, drawn]))
         sums = sums + torch.stack([ce.detach(), mlm.detach()])
@@ -417,11 +421,10 @@ def main(args):
     dtype = pick_dtype(args.dtype, device)
     config = settings(args, dtype) | {"dataset": meta["dataset"], "data": data_fingerprint(data)}
     done, part = out / "pretrain.pt", out / "pretrain_part.pt"
-    found = load_checkpoint(done)
-    if found and same_config(found["config"], config, done, args.restart):
+    found = open_checkpoint(done, config, args.restart)
+    if found:
         if first_process():
-            left = load_checkpoint(part)  # by a kill between the two; of other settings it is a --restart that was killed
-            if left and same_config(left["config"], config, part, True):
+            if open_checkpoint(part, config, True):  # by a kill between the two; one of other settings is a killed --restart's
                 part.unlink(missing_ok=True)  # another node's first process may have been here
             kept = f" (dev accuracy {found['dev_accuracy']:.2f})" if len(labels["dev"]) else ""
             print(f"{done} is there already, made with the same settings{kept}: skipped")
@@ -438,6 +441,9 @@ def read_texts(args, texts, device, dtype, out, rank, world):
     long, unknown = tokens["train"].lengths >= encoder.max_length, unknown[unknown | ~encoder.special(tokens["train"])].float()
     if long.any() and rank == 0:
         print(f"{int(long.sum())} text(s) of {encoder.max_length} tokens or more: read up to there (--max_length)")
+    if unknown.mean() > 0.95:
+        raise UserError(f"--encoder {args.encoder} knows none of the words of these texts: it is for another language, or its "
+                        "folder lacks the tokenizer's files")
     if unknown.mean() > 0.05 and rank == 0:
         print(f"{100 * float(unknown.mean()):.0f} % of the tokens are unknown to --encoder {args.encoder}: another one "
               "may suit these texts better")
@@ -472,8 +478,8 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
     tells = len(dev_label) and meta["num_known"] > 1  # with one known class every dev loss is 0
     epoch, log, best = 0, [], {"epoch": 0}
     begun = 0, torch.zeros(2, device=device)  # batches of the next epoch that are done already, and the sums of their losses
-    found = load_checkpoint(part)
-    if found and same_config(found["config"], config, part, args.restart):
+    found = open_checkpoint(part, config, args.restart)
+    if found:
         load_trained_layers(encoder, found)
         load_trained(encoder.mlm_head, found["mlm_head"])
         classifier.data.copy_(found["classifier"])

@@ -57,8 +57,10 @@ def relaxed_ot(log_p, lambda1=0.05, lambda2=2.0, *, row=None, prior=None, penalt
 
     Returns RotResult. Raises ValueError, naming the argument, for one out of range or scores that leave a row nothing, or a
     column (under kl it stays empty); warns if it did not converge, as where fixed shares cannot be met, or now and then
-    reverse_kl with lambda1 1e5 times smaller than the scores, or a prior that spans six decades and lambda2 far below lambda1.
+    reverse_kl with lambda1 1e5 times smaller than the scores, or a prior that spans six decades and lambda2 far below lambda1;
+    solver "sinkhorn" does so with a prior of five decades already.
     """
+    lambda2 = 1.0 if penalty == "equality" else lambda2  # which has no use for it
     log_p, alpha, prior, g, reduce = _check(log_p, lambda1, lambda2, row, prior, penalty, solver, init, reduce)
     limits = {"tol": (tol, 0), "max_iter": (max_iter, 0), "sweeps": (sweeps, 1), "chunk_rows": (chunk_rows, 1)}
     for name, (value, least) in limits.items():
@@ -94,6 +96,8 @@ def moving_average_marginal(beta, log_p, mu=0.9, reduce=None):
         raise ValueError(f"mu must be above 0 and at most 1, got {mu}")
     if log_p.ndim != 2 or beta.shape != log_p.shape[1:]:
         raise ValueError(f"beta must have shape (K,) and log_p (N, K), got {tuple(beta.shape)} and {tuple(log_p.shape)}")
+    if not (beta > 0).all():
+        raise ValueError("beta must be positive")
     v = torch.bincount(log_p.argmax(1), minlength=log_p.shape[1]).double()
     v[0] += math.nan if torch.isnan(log_p).any() else 0.0  # so that every process hears of it
     v = v if reduce is None else reduce(v)

@@ -30,6 +30,12 @@ if [ -z "$own" ]; then
     if [ $# -lt 1 ] || [ "${1:0:2}" = "--" ]; then usage; fi
     gamma=$1
     shift
+elif [ $# -gt 0 ] && [ "${1:0:1}" != - ]; then
+    echo "run_all.sh: $1: a table is taken as it is and has no GAMMA: give flags alone behind it" >&2
+    exit 2
+elif [ -n "${KNOWN_RATIO:-}" ]; then
+    echo "run_all.sh: KNOWN_RATIO is for benchmarks: what of a table is known, its labels say" >&2
+    exit 2
 fi
 here=$PWD
 cd "$(dirname "$0")"

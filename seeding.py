@@ -182,10 +182,10 @@ def seed_centres(x, label, K, num_known, kappa, label_weight, swaps, sample_rate
     fast = x.bfloat16() if pick_dtype("auto", x.device) == torch.bfloat16 else x  # good enough to compare moves
     total = torch.zeros(K, x.shape[1], device=x.device).index_add_(0, label[held], label_weight * x[held])
     similarity = x[free] @ normalize(total[:num_known], dim=1).T
-    nearest = similarity.amax(1) if num_known else x.new_zeros(len(free))
+    closest = similarity.amax(1) if num_known else x.new_zeros(len(free))  # cosine of each row to its nearest centre
     for j in range(num_known, K):  # k-means++: a row far from every centre so far
-        total[j] = x[draw(1 - nearest, 1)]
-        nearest = torch.maximum(nearest, x[free] @ total[j])
+        total[j] = x[draw(1 - closest, 1)]
+        closest = torch.maximum(closest, x[free] @ total[j])
 
     missed, unlabelled = None, fast[free]
     now = settle(fast, total, torch.full((K,), uniform, device=x.device), 20)
@@ -310,18 +310,20 @@ def estimate_num_classes(z, label, dev_z, dev_label, args_of_seeding, seed):
         K = round(num_known * 1.15 ** step)
         recall, precision = splits_and_merges(z, label, dev_z, dev_label, K, args_of_seeding, seed)
         balance[step] = recall - precision
-        return balance[step]
 
     sizes = torch.cat([label[label >= 0], dev_label]).bincount(minlength=max(1, num_known))
     if (sizes > 1).sum() < 4:
         return round(min(max(silhouette_num_classes(z, num_known, args_of_seeding, seed), least), most))
     step = 2
-    if measure(step) > 0:  # classes are merged: more centres
-        while 1.15 ** step * num_known < len(z) / 4 and measure(step := step + 1) > 0:
-            pass
+    measure(step)
+    if balance[step] > 0:  # classes are merged: more centres, until they are split
+        while balance[step] > 0 and num_known * 1.15 ** step < len(z) / 4:
+            step += 1
+            measure(step)
     else:
-        while step > 0 and measure(step := step - 1) <= 0:
-            pass
+        while balance[step] <= 0 and step > 0:
+            step -= 1
+            measure(step)
     near = sorted(balance, key=lambda s: abs(balance[s]))[:4]
     slope, height = np.polyfit(near, [balance[s] for s in near], 1) if len(near) > 1 else (0, 0)
     crossing = -height / slope if slope < 0 else near[0]

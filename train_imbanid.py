@@ -57,9 +57,9 @@ from pretrain import (
     commit,
     gather_rows,
     joint_step,
-    load_checkpoint,
     load_trained_layers,
     on_all_processes,
+    open_checkpoint,
     open_pretrained,
     pick_device,
     same_config,
@@ -70,7 +70,7 @@ from pretrain import (
     trained_state,
 )
 from rot import RotResult, moving_average_marginal, relaxed_ot
-from seeding import appendix_e, estimate_num_classes, fitted_kmeans, kmeans, kmeans_rows, seed_centres
+from seeding import appendix_e, estimate_num_classes, fitted_kmeans, kmeans, kmeans_rows, nearest, seed_centres
 
 ESTIMATES = ("true", "auto", "appendix_e")  # what --num_classes may be beside a number
 
@@ -104,7 +104,7 @@ class Args:
     temperature: float = 0.05  # of the cluster head, log P = log softmax(z . w / temperature); not in the paper
     replace_rate: float = 0.25  # tokens replaced in the augmented view (CLNN's)
     view_epochs: int = 2  # epochs that share one augmented view of the corpus, since the trunk has to run for each
-    epochs: int = 6  # the paper does not say
+    epochs: int = 6  # the paper does not say; 0: the seeded head as it is
     max_steps: int = 400  # no new epoch after so many batches: a large corpus needs fewer epochs
     lr: float = 5e-5  # AdamW, trained layers
     head_lr: float = 5e-4  # AdamW, cluster head
@@ -164,7 +164,7 @@ def kmeans_result(z, centre, N, rank):
         fitted = fitted_kmeans(everyone, K, seed=0, init=centre)  # draws nothing
         found += torch.from_numpy(fitted.cluster_centers_).to(z)
         steps += fitted.n_iter_
-    plan = one_hot(torch.cdist(z, sum_over_ranks(found)).argmin(1), K).double() / N
+    plan = one_hot(nearest(z, sum_over_ranks(found)), K).double() / N
     return RotResult(plan, sum_over_ranks(plan.sum(0)), torch.zeros(K), int(sum_over_ranks(steps)), 0.0, True)
 
 
@@ -184,7 +184,7 @@ def transport_plan(log_p, args, lambda2, potential, marginal):
 
 
 def batch_loss(encoder, head, hidden, view, rows, pseudo_label, confidence, clean, args):
-    """Eq. 12 on one batch: this process's share of the sum over the global batch. Returns (loss, contrastive, ce)."""
+    """Eq. 12 on one batch: this process's share of the mean over the global batch. Returns (loss, contrastive, ce)."""
     z = normalize(torch.stack([encoder.features(hidden, rows), encoder.features(view, rows)], 1), dim=2)
     y, q, ok = pseudo_label[rows], confidence[rows], clean[rows]
     counts = sum_over_ranks(torch.tensor([float(z.shape[0] * z.shape[1]), float(2 * ok.sum())], device=z.device))
@@ -195,13 +195,14 @@ def batch_loss(encoder, head, hidden, view, rows, pseudo_label, confidence, clea
     contrastive = contrastive_objective(cwcl, iwcl, num_positive).sum() / counts[0]
     log_p = z[ok].flatten(0, 1) @ normalize(head, dim=1).T / args.temperature
     ce = cross_entropy(log_p, y[ok].repeat_interleave(2), reduction="sum") / counts[1].clamp_min(1)
-    return args.omega * contrastive + (1 - args.omega) * ce, float(contrastive.detach()), float(ce.detach())
+    return args.omega * contrastive + (1 - args.omega) * ce, contrastive.detach(), ce.detach()
 
 
 def train_epoch(encoder, head, optimizer, schedule, hidden, view, pseudo_label, confidence, clean, steps, args, epoch, step,
                 sums, rank, world):
     """`steps` batches over this process's rows, from behind the first `step` on.
 
+    hidden, view: Packed, and pseudo_label, confidence, clean (n,): all of this process's rows. sums: (2,), of the first `step`.
     Yields (step, sums) as pretrain.py's train_epoch does, of the contrastive and the cross-entropy loss.
     """
     done, generator = step, seed_epoch(args.seed, epoch, rank, step)
@@ -212,9 +213,9 @@ def train_epoch(encoder, head, optimizer, schedule, hidden, view, pseudo_label, 
         loss, contrastive, ce = batch_loss(encoder, head, hidden, view, rows, pseudo_label, confidence, clean, args)
         joint_step(loss, optimizer, f"epoch {epoch}, step {step} of {steps}", rank + world * rows)
         schedule.step()
-        sums = sums + torch.tensor([contrastive, ce])
+        sums = sums + torch.stack([contrastive, ce])
         if step % SAVE_STEPS == 0 or step == steps:
-            yield step, sum_over_ranks(sums.to(encoder.device, copy=True)).cpu()
+            yield step, sum_over_ranks(sums.clone())
             seed_epoch(args.seed, epoch, rank, step)
 
 
@@ -249,7 +250,9 @@ def read_finished(out, config, restart):
     if not results or not same_config(results["config"], config, path, restart):
         return None
     if first_process():
-        print(f"{path} is there already, made with the same settings: skipped")
+        code, now = results.get("commit"), commit()
+        older = f" (by code of commit {code}: for that of {now} remove {out}/ or choose another --tag)" * (code != now)
+        print(f"{path} is there already, made with the same settings: skipped{older}")
     return results
 
 
@@ -277,7 +280,7 @@ def print_results(results, out):
           "pseudo_label.npy, confidence.npy, beta.npy")
 
 
-def seeding(args, meta):
+def seeding_settings(args, meta):
     """The settings of seed_centres. Nobody says how the labelled rows of an own table were chosen, so they tell no sizes."""
     return (args.kappa, args.label_weight or 1 / meta["labeled_ratio"], args.swaps,
             0.0 if args.no_class_sizes or "own" in meta else meta["labeled_ratio"])
@@ -316,7 +319,7 @@ def resolve_num_classes(args, z, label, meta, rank):
     if rank == 0:
         K += (appendix_e(z["train"], meta["num_known"], args.max_classes, args.min_cluster, args.seed)
               if wanted == "appendix_e" else
-              estimate_num_classes(z["train"], label["train"], z["dev"], label["dev"], seeding(args, meta), args.seed))
+              estimate_num_classes(z["train"], label["train"], z["dev"], label["dev"], seeding_settings(args, meta), args.seed))
         K.clamp_(max=most)
         print(f"estimated number of classes: {int(K)}" + (
             f" (the benchmark has {meta['num_classes']})" if meta["num_classes"] else
@@ -359,9 +362,9 @@ def score(clusters, pseudo_label, labels, data, num_known):
 def check_flags(args):
     if args.pseudo_label not in ("rot", "cot", "eot", "mot", "kmeans"):
         raise UserError(f"--pseudo_label {args.pseudo_label} is unknown: choose rot, cot, eot, mot or kmeans")
-    check_positive(args, "batch_size", "epochs", "max_steps", "view_epochs", "tau", "temperature", "lambda1", "lr", "head_lr",
+    check_positive(args, "batch_size", "max_steps", "view_epochs", "tau", "temperature", "lambda1", "lr", "head_lr",
                    "kappa", "cache_gb")
-    check_zero_or_more(args, "lambda2", "label_weight", "swaps", "max_classes", "min_cluster")
+    check_zero_or_more(args, "epochs", "lambda2", "label_weight", "swaps", "max_classes", "min_cluster")
     check_shares(args, "omega", "rho", "tau_g", "replace_rate")
     if args.num_classes not in ("", *ESTIMATES) and not args.num_classes.isdecimal():
         raise UserError(f"--num_classes {args.num_classes}: pass a number, or {', '.join(ESTIMATES)}")
@@ -430,20 +433,19 @@ def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, 
     if rank == 0:
         out.mkdir(parents=True, exist_ok=True)
         head += found["head"].to(device) if found else seed_centres(
-            z["pretrained"]["train"], label["train"], K, meta["num_known"], *seeding(args, meta), args.seed)
+            z["pretrained"]["train"], label["train"], K, meta["num_known"], *seeding_settings(args, meta), args.seed)
     head = nn.Parameter(sum_over_ranks(head))
     if rank > 0:
         z.clear()  # of all rows; only process 0 needs them again
     lap("seeding")
 
-    epoch, assign = run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, seconds, rank, world)
-    pseudo_label, confidence, transport, _ = assign()
-    pseudo_label, confidence = (gather_rows(x, len(label["train"])).cpu().numpy() for x in (pseudo_label, confidence))
+    epoch, assigned = run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, seconds, rank, world)
+    pseudo_label, confidence, beta = (x.cpu().numpy() for x in assigned)
     z["final"] = unit_features("train", "test")
     lap("train")
     if rank > 0:
         return
-    arrays = {"pseudo_label": pseudo_label, "confidence": confidence, "beta": transport.beta.cpu().numpy(),
+    arrays = {"pseudo_label": pseudo_label, "confidence": confidence, "beta": beta,
               "train_feature": z["final"]["train"].half().cpu().numpy()}
     if "own" in meta:  # nobody knows the truth
         scores = {"own": True, **{k: meta[k] for k in ("num_rows", "num_known", "num_labelled", "num_dev", "text_column")}}
@@ -465,9 +467,7 @@ def find_checkpoint(out, config, restart, rank, world, device):
 
     Where there is none, process 0 removes what a finished run of other settings (--restart) left in out.
     """
-    found = load_checkpoint(out / "last.pt")
-    if found and not same_config(found["config"], config, out / "last.pt", restart):
-        found = None
+    found = open_checkpoint(out / "last.pt", config, restart)
     epoch, step = (found["epoch"], found["step"]) if found else (0, 0)
     check_same_checkpoint(epoch, step, out, world, device)
     if rank == 0 and found:
@@ -483,7 +483,7 @@ def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, s
     """The loop of the module docstring, from the checkpoint `found` on where there is one.
 
     tokens, hidden: {split: Packed}, this process's rows. label: {"train", "dev"}, all processes' rows. seconds: {stage: spent
-    so far}, for the checkpoint. Returns the last epoch's number and assign(): the pseudo-labels as they are now.
+    so far}, for the checkpoint. Returns the last epoch's number and the trained model's (label, confidence, beta), see assign.
     """
     N, K, labelled = len(label["train"]), len(head), label["train"] >= 0
     steps = math.ceil(N / args.batch_size)
@@ -491,20 +491,23 @@ def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, s
     optimizer = torch.optim.AdamW([{"params": list(encoder.trained_layers.parameters()), "lr": args.lr},
                                    {"params": [head], "lr": args.head_lr}], weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: 0.5 + 0.5 * math.cos(math.pi * step / (steps * epochs)))
+        optimizer, lambda step: 0.5 + 0.5 * math.cos(math.pi * step / max(1, steps * epochs)))
     lambda2 = lambda2_of(args)
     start, epoch, log, view = time.time(), 0, [], None
-    begun = 0, torch.zeros(2)  # batches of the next epoch that are done already, and the sums of their losses
+    fresh = 0, torch.zeros(2, device=encoder.device)
+    begun = fresh  # batches of the next epoch that are done already, and the sums of their losses
     potential, marginal = None, torch.full((K,), 1 / K, dtype=torch.float64, device=encoder.device)
     if found:
         load_trained_layers(encoder, found)
         optimizer.load_state_dict(found["optimizer"])
         schedule.load_state_dict(found["schedule"])
-        epoch, log, begun = found["epoch"], found["log"], (found["step"], found["sums"] * (rank == 0))
+        epoch, log = found["epoch"], found["log"]
+        begun = found["step"], found["sums"].to(encoder.device) * (rank == 0)
         potential, marginal = found["potential"].to(encoder.device), found["marginal"].to(encoder.device)
         assigned, solved = [x.to(encoder.device) for x in found["assigned"]], found["solved"]
 
     def assign():
+        """Stage 2: (label (N,), confidence (N,), beta (K,)) of all rows, then the next potential and marginal, log entries."""
         z = normalize(encoder.all_features(hidden["train"]), dim=1)
         centre, own_label = normalize(head.detach(), dim=1), label["train"][rank::world]
         log_p = (z @ centre.T / args.temperature).log_softmax(1)
@@ -515,25 +518,25 @@ def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, s
                              transport_plan(log_p, args, lambda2, potential, marginal))
         pseudo_label = torch.where(own_label >= 0, own_label, result.plan.argmax(1))  # labelled rows keep their labels
         confidence = log_p.gather(1, pseudo_label[:, None])[:, 0].exp()
-        return pseudo_label, torch.where(own_label >= 0, 1.0, confidence), result._replace(plan=None), following
+        confidence = torch.where(own_label >= 0, 1.0, confidence)
+        return ((gather_rows(pseudo_label, N), gather_rows(confidence, N), result.beta), result.potential, following,
+                {"rot_iterations": result.n_iter, "rot_residual": result.residual})
 
     def save(epoch, step, sums):
         if rank == 0:
+            write_atomic(out / "log.jsonl", "".join(json.dumps(line) + "\n" for line in log))
             save_checkpoint(out / "last.pt", trained_layers=trained_state(encoder.trained_layers), trunk=encoder.fingerprint,
                             head=head.detach().cpu(), optimizer=optimizer.state_dict(), schedule=schedule.state_dict(),
-                            epoch=epoch, step=step, sums=sums, log=log, assigned=[x.cpu() for x in assigned], solved=solved,
-                            potential=potential.cpu(), marginal=marginal.cpu(), config=config,
+                            epoch=epoch, step=step, sums=sums.cpu(), log=log, assigned=[x.cpu() for x in assigned],
+                            solved=solved, potential=potential.cpu(), marginal=marginal.cpu(), config=config,
                             seconds=seconds | {"train": seconds.get("train", 0.0) + time.time() - start})
 
     with tqdm(total=steps * epochs, initial=steps * epoch + begun[0], desc="training", unit="batch",
               disable=rank > 0 or not sys.stderr.isatty()) as bar:
         while epoch < epochs:
             if begun[0] == 0:  # a checkpoint from within an epoch has what the epoch began with
-                pseudo_label, confidence, transport, marginal = assign()
-                potential = transport.potential
-                assigned = gather_rows(pseudo_label, N), gather_rows(confidence, N), transport.beta
-                solved = {"rot_iterations": transport.n_iter, "rot_residual": transport.residual}
-            pseudo_label, confidence, beta = assigned  # of all processes' rows
+                assigned, potential, marginal, solved = assign()
+            pseudo_label, confidence, beta = assigned
             clean = select_clean(*assigned, args.rho, args.tau_g, not args.no_dr, not args.no_qr, labelled)
             if view is None or epoch % args.view_epochs == 0:
                 view = None  # two of them need not be held at once
@@ -548,7 +551,7 @@ def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, s
                 if step < steps:
                     save(epoch - 1, step, sums)
             contrastive, ce = (sums / steps).tolist()
-            begun = 0, torch.zeros(2)
+            begun = fresh
             predicted = (encoder.all_features(hidden["dev"]) @ normalize(head.detach(), dim=1).T).argmax(1)
             right = int(sum_over_ranks((predicted == label["dev"][rank::world]).sum()))
             if rank > 0:
@@ -557,10 +560,12 @@ def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, s
                         "confidence": float(confidence.mean()), **solved,
                         "beta_max": float(beta.max()), "beta_min": float(beta.min()),
                         "dev_accuracy": 100 * right / len(label["dev"]) if len(label["dev"]) else None})
-            write_atomic(out / "log.jsonl", "".join(json.dumps(line) + "\n" for line in log))
             save(epoch, *begun)
             bar.set_postfix(epoch=epoch, dev=f"{right / max(1, len(label['dev'])):.1%}", clean=f"{log[-1]['clean']:.2f}")
-    return epoch, assign
+    assigned, potential, marginal, solved = assign()
+    if epoch == 0:  # --epochs 0: what the head was seeded with
+        save(0, *fresh)
+    return epoch, assigned
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def main(args):
         return
     finish(run, lambda z: (semi_supervised_kmeans(z, run.label["train"], run.K, run.num_known, args.seed, args.n_init, True)
                            if args.semi_supervised else kmeans(z, run.K, args.seed, n_init=3)[0]),
-           other_end=False)  # it has rows of both
+           ends=("seeded",) if args.semi_supervised else ())  # plain k-means is of the same features, held is this
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ Reads   data/<run>/                  (make_lt_data.py)
         out/<run>/pretrain.pt        (pretrain.py) where the method pre-trains with CE + MLM; made if it is missing
 Writes  out/<run>_<method>/          last.pt  log.jsonl  results.json  pseudo_label.npy  confidence.npy  beta.npy
                                      train_feature.npy  test_feature.npy  test_pred.npy, as train_imbanid.py does, and
-                                     pretrain.pt where the method has a pre-training of its own; kmeans.py, which does
-                                     not train, leaves out the first two
+                                     pretrain.pt where the method has a pre-training of its own (in last.pt's format,
+                                     not in that of out/<run>/); kmeans.py, which does not train, leaves out the first two
 
 All methods have the same encoder of which the last layer trains, the same splits, and K, the number of classes, given. A
 method ends with centres fitted on the training rows; a test row gets the nearest one (protocol C), and k-means on the test
@@ -31,22 +31,22 @@ from torch.nn.functional import cross_entropy, normalize
 from tqdm import tqdm
 
 import pretrain
+import train_imbanid
 from encoder import Encoder, pick_dtype
 from losses import class_wise_loss, contrastive_objective, instance_wise_loss
-from make_lt_data import CORPORA, UserError, check_tag, open_run, write_atomic
+from make_lt_data import CORPORA, UserError, check_positive, check_tag, open_run, write_atomic
 from pretrain import (
     check_weights,
     commit,
-    load_checkpoint,
     load_trained,
     load_trained_layers,
-    same_config,
+    open_checkpoint,
     save_checkpoint,
     seed_epoch,
     trained_state,
 )
-from seeding import kmeans, kmeans_rows, nearest, semi_supervised_kmeans
-from train_imbanid import print_scores, read_finished, save_run, score
+from seeding import kmeans, kmeans_rows, nearest, seed_centres, semi_supervised_kmeans
+from train_imbanid import print_scores, read_finished, save_run, score, seeding_settings
 
 
 @dataclass
@@ -76,6 +76,7 @@ class Run:
         if args.dataset not in CORPORA:
             raise UserError(f"--dataset {args.dataset}: the compared methods run on {', '.join(CORPORA)} only")
         check_tag(args)
+        check_positive(args, "cache_gb")
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             raise UserError("the compared methods run on one process: python, not torchrun")
         self.args, self.method, self.views, self.log, self.epochs, self.kept = args, method, {}, [], {}, {}
@@ -233,9 +234,7 @@ def train(run, stage, heads, batch_loss, *, epochs, batch_size, lr, rows=None, b
 
     start, before, epoch, log, memory, best, done = time.time(), 0.0, 0, [], {}, {"value": math.inf, "epoch": 0}, False
     best |= {"modules": trained_state(modules), "memory": {}}
-    found = load_checkpoint(path)
-    if found and not same_config(found["config"], run.config, path, args.restart):
-        found = None
+    found = open_checkpoint(path, run.config, args.restart)
     if found:
         pretrain.check_trunk(run.encoder, found)
         load_trained(modules, found["modules"])
@@ -250,13 +249,13 @@ def train(run, stage, heads, batch_loss, *, epochs, batch_size, lr, rows=None, b
         best["value"] = judge(memory)
         best["memory"] = dict(memory)
     bar = tqdm(total=epochs, initial=epoch, desc=stage, disable=not sys.stderr.isatty())
-    while not done:
+    while not done and epoch < epochs:
         generator = seed_epoch(args.seed, epoch + 1)
         memory["epoch"] = epoch + 1
-        done = epoch >= epochs
-        if not done and begin_epoch and begin_epoch(memory, step):
-            done, best = True, {**best, "epoch": epoch, "modules": trained_state(modules), "memory": dict(memory)}
-        if not done:
+        done = bool(begin_epoch and begin_epoch(memory, step))
+        if done:  # it has converged
+            best |= {"epoch": epoch, "modules": trained_state(modules), "memory": dict(memory)}
+        else:
             epoch += 1
             modules.train()
             order = rows[torch.randperm(len(rows), generator=generator).to(run.device)]
@@ -267,7 +266,7 @@ def train(run, stage, heads, batch_loss, *, epochs, batch_size, lr, rows=None, b
                         "seconds": before + time.time() - start, **({"judged": value} if judge else {})})
             if value < best["value"] or value != value:  # no dev rows: nothing to choose by
                 best = {"value": value, "epoch": epoch, "modules": trained_state(modules), "memory": dict(memory)}
-            done = bool(patience) and epoch - best["epoch"] >= patience
+            done = epoch == epochs or bool(patience) and epoch - best["epoch"] >= patience
         save_checkpoint(path, modules=trained_state(modules), trunk=run.encoder.fingerprint, optimizer=optimizer.state_dict(),
                         schedule=schedule.state_dict(), epoch=epoch, log=log, memory=memory, best=best, done=done,
                         config=run.config, seconds=before + time.time() - start)
@@ -287,18 +286,19 @@ def train(run, stage, heads, batch_loss, *, epochs, batch_size, lr, rows=None, b
 def print_results(results, out):
     print(f"\n{results['method']}: {results['dataset']}, gamma {results['gamma']:g}, seed {results['seed']}, encoder "
           f"{results['encoder']}; test, percent")
-    rows = {"protocol C": "test", "protocol C, labels held": "test_held", "protocol T": "test_kmeans",
-            "k-means, raw": "kmeans_raw", "semi-sup. k-means, raw": "ss_kmeans_raw"}
+    rows = {"protocol C": "test", "protocol T": "test_kmeans", "protocol C, labels held": "test_held",
+            "C, seeded as in ImbaNID": "test_seeded", "k-means, raw": "kmeans_raw", "semi-sup. k-means, raw": "ss_kmeans_raw"}
     print_scores(results, {title: row for title, row in rows.items() if row in results})
     print(f"{sum(results['seconds'].values()):.0f} seconds; everything is in {out}/")
 
 
-def finish(run, fit, dense=None, other_end=True):
+def finish(run, fit, dense=None, ends=("held", "seeded")):
     """Assign all rows to centres fitted on the training features, score, write results.json and what belongs to it.
 
     fit: (N, H) unit features of the training rows -> centres (K, H). dense: the layer behind the encoder where the method
-    has one. confidence.npy holds the cosine to the own centre. other_end: score GCD's end on these features as well
-    (test_held), semi-supervised k-means, since a fit that makes nothing of the labels is worse for it.
+    has one. confidence.npy holds the cosine to the own centre. ends: others to score on the same features, since a fit
+    that makes nothing of the labels is worse for it: "held", GCD's semi-supervised k-means (test_held), "seeded", the search
+    that ImbaNID's head starts from, with its defaults (test_seeded).
     """
     start = time.time()
     run.out.mkdir(parents=True, exist_ok=True)
@@ -312,9 +312,11 @@ def finish(run, fit, dense=None, other_end=True):
     raw, held = kmeans_rows(run.raw, run.label["train"], run.K, run.num_known, seed)
     clusters = {"test": pred, "test_kmeans": kmeans(z["test"], run.K, seed)[1].cpu().numpy(), "kmeans_raw": raw,
                 "ss_kmeans_raw": held}
-    if other_end:
-        centre = semi_supervised_kmeans(z["train"], run.label["train"], run.K, run.num_known, seed, 100, True)
-        clusters["test_held"] = nearest(z["test"], centre).cpu().numpy()
+    for end in ends:
+        given = z["train"], run.label["train"], run.K, run.num_known
+        centre = semi_supervised_kmeans(*given, seed, 100, True) if end == "held" else seed_centres(
+            *given, *seeding_settings(train_imbanid.Args(), run.meta), seed)
+        clusters[f"test_{end}"] = nearest(z["test"], centre).cpu().numpy()
     scores = score(clusters, assigned, run.labels, run.data, run.num_known)
     arrays = {"pseudo_label": assigned, "confidence": cosine.cpu().numpy(), "test_pred": pred,
               "beta": np.bincount(assigned, minlength=run.K) / len(assigned),

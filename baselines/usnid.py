@@ -102,8 +102,8 @@ def main(args):
         return cross_entropy(head(z).flatten(0, 1), y.repeat_interleave(2)) + supervised_contrast(p, y, tau)
 
     last = train(run, "last", {"dense": dense, "head": head, "contrast": contrast}, batch_loss, epochs=args.epochs,
-          batch_size=args.batch_size, lr=args.lr or LR.get(args.dataset, 1e-5), begin_epoch=begin_epoch,
-          more_steps=-(-len(run.labelled) // args.batch_size))
+                 batch_size=args.batch_size, lr=args.lr or LR.get(args.dataset, 1e-5), begin_epoch=begin_epoch,
+                 more_steps=-(-len(run.labelled) // args.batch_size))
     finish(run, lambda z: kmeans(z, run.K, args.seed, init=last["centre"])[0], dense)
 
 

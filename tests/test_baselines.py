@@ -11,6 +11,7 @@ from scipy.optimize import linear_sum_assignment
 from sklearn.cluster import KMeans
 from torch.nn.functional import cross_entropy, normalize
 
+import train_imbanid
 from baselines import shared
 from baselines.clnn import nearest_rows, neighbour_loss
 from baselines.dpn import prototype_loss
@@ -393,6 +394,7 @@ def test_each_method_whole_with_the_real_encoder(demo, start_acc, name, capsys):
         again = cluster_metrics(truth, torch.cdist(test, centre).argmin(1).numpy(), 18, count)["ACC"]
         assert abs(results["test_held"]["ACC"] - again) < 2, "float16 features, else the same"
         assert found > start_acc["kmeans"]
+    assert {"ACC", "NMI"} < results["test_seeded"].keys() and results["test_seeded"] != results["test"]
     assert found > start_acc[start] - 3
     check_protocol_c(shared.Path(demo["out_dir"]) / f"demo_g10_s0_{name}", demo, results)
     capsys.readouterr()
@@ -446,7 +448,7 @@ def test_a_killed_run_ends_like_one_that_was_not(tiny_flags, name, monkeypatch):
         except KilledError:
             continue
     part = whole.with_name(whole.name + "_killed")
-    assert len(calls) > 2
+    assert len(calls) >= 2
     for file in ("test_pred.npy", "test_feature.npy", "pseudo_label.npy", "confidence.npy", "beta.npy"):
         assert (whole / file).read_bytes() == (part / file).read_bytes(), file
     a, b = (json.loads((folder / "results.json").read_text()) for folder in (whole, part))
@@ -528,3 +530,23 @@ def test_bad_flags_end_in_one_line(tiny_flags, tiny_run):
     assert finished.exists(), "what was refused has replaced nothing"
     method("kmeans", **{k: v for k, v in tiny_flags.items() if k not in ("batch_size", "epochs")}, tag="first")
     one_line_error(script("predict.py", finished.parent.with_name("demo_g4_s0_kmeans_first"), ok=False), "no cluster head")
+
+
+def test_the_seeded_end_is_what_imbanid_starts_from(demo):
+    method("kmeans", **demo, features="pretrained", semi_supervised=True, tag="seeded")
+    task = {key: value for key, value in demo.items() if key != "encoder"}
+    train_imbanid.main(train_imbanid.Args(**task, epochs=0, tag="no_training"))
+    seeded, start = (json.loads((shared.Path(demo["out_dir"]) / f"demo_g10_s0_{tag}/results.json").read_text())
+                     for tag in ("kmeans_seeded", "no_training"))
+    assert seeded["test_seeded"] == start["test"]
+
+
+def test_the_method_in_the_readme_runs(tiny_flags):
+    text = (shared.Path(shared.__file__).parent / "README.md").read_text()
+    code = text[text.index("def main(args):"):].split("```")[0].replace('"mine"', '"readme"')
+    names = {**vars(shared), "normalize": normalize}
+    exec(code, names)
+    args = importlib.import_module("baselines.gcd").Args(**tiny_flags | {"tag": "of_ones_own"})
+    names["main"](args)
+    out = shared.Path(args.out_dir) / "demo_g4_s0_readme_of_ones_own"
+    assert json.loads((out / "results.json").read_text())["method"] == "readme"

@@ -383,6 +383,52 @@ def test_a_method_with_the_labelled_rows_held_is_a_row_of_its_own_where_all_its_
     assert "labels held" not in figures.overview_table(tmp_path)
 
 
+def test_ends_on_the_same_features_stand_beside_each_other(tmp_path):
+    for seed in (0, 1):
+        for method, ends in (("imbanid", {"test": 80 + seed}), ("gcd", {"test": 64, "test_seeded": 70 + 2 * seed}),
+                             ("usnid", {"test": 60, "test_held": 65, "test_seeded": 69}), ("dpn", {"test": 50}),
+                             ("kmeans", {"test": 40, "test_seeded": 90})):
+            results = figures.read_results(make_run(tmp_path / f"{method}{seed}", seed))
+            results["config"] |= {"features": "raw", "semi_supervised": True}
+            results |= {"method": method} | {end: SCORES | {"ACC": acc} for end, acc in ends.items()}
+            figures.write_atomic(tmp_path / f"demo_g4_s{seed}_{method}.json", json.dumps(results))
+    head, _, row = [line.strip("| ").split(" | ") for line in figures.ends_table(tmp_path).splitlines()]
+    assert head[3:] == ["semi-sup. k-means, raw features", "GCD", "USNID", "ImbaNID", "its lead over the best seeded"]
+    p = ttest_rel((80, 81), (70, 72)).pvalue
+    assert row[2:] == ["0 1", "40.0 / - / 90.0", "64.0 / - / 71.0", "60.0 / 65.0 / 69.0", "80.5", f"+9.5 (GCD; p {p:.2g})"]
+
+
+def test_a_method_of_ones_own_is_tabled_and_is_none_of_the_six(tmp_path):
+    for method, acc in (("imbanid", 80), ("gcd", 60), ("mine", 70)):
+        results = figures.read_results(make_run(tmp_path / method, 0)) | {"method": method, "test": SCORES | {"ACC": acc}}
+        figures.write_atomic(tmp_path / f"demo_g4_s0_{method}.json", json.dumps(results))
+        if method == "mine":
+            figures.write_atomic(tmp_path / "demo_g4_s0_mine_t.json", json.dumps(results | {"tag": "t"}))
+    assert "| GCD | ImbaNID | mine |" in figures.overview_table(tmp_path)
+    assert "+20.0 (GCD)" in figures.leads_table(tmp_path) and "mine" not in figures.leads_table(tmp_path)
+    assert "| mine |" in figures.other_settings_table(tmp_path)
+
+
+def test_ablations_are_compared_within_one_encoder(tmp_path):
+    for encoder, tag, acc in (("minilm", "", 80), ("minilm", "no_dr", 79), ("minilm", "no_qr", 78), ("zz", "", 55),
+                              ("zz", "no_dr", 59)):
+        results = figures.read_results(make_run(tmp_path / f"{encoder}{tag}", 0, tag or "usual"))
+        results |= {"dataset": "clinc", "gamma": 10.0, "tag": tag, "encoder": encoder, "test": SCORES | {"ACC": acc}}
+        figures.write_atomic(tmp_path / f"clinc_g10_s0_{tag}_{encoder}.json", json.dumps(results))
+    table = figures.ablation_table(tmp_path)
+    assert " 80.00 |" in table and " 79.00 |" in table and "55.00" not in table
+
+
+def test_keeping_a_run_of_another_encoder_over_one_is_refused(tmp_path, monkeypatch, capsys):
+    out = make_run(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    figures.main(["keep", str(out)])
+    (out / "results.json").write_text((out / "results.json").read_text().replace('"minilm"', '"other"'))
+    with pytest.raises(UserError, match="of encoder minilm, .* of other: remove the file"):
+        figures.main(["keep", str(out)])
+    assert '"minilm"' in (tmp_path / "results" / f"{out.name}.json").read_text()
+
+
 def test_the_full_schedule_takes_the_place_of_the_short_one_once_all_its_seeds_have_run(tmp_path):
     for method, tag, acc, seeds in (("imbanid", "", 80, (0, 1)), ("gcd", "", 70, (0, 1)), ("gcd", "full", 60, (0, 1)),
                                     ("usnid", "", 50, (0, 1)), ("usnid", "full", 99, (1,)), ("imbanid", "full", 99, (0, 1))):

@@ -154,3 +154,30 @@ def test_the_defaults_are_the_papers():
 def test_bad_arguments_are_named(call, word):
     with pytest.raises(ValueError, match=word):
         call(*batch())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("N", [10, 1000, 100_000])
+def test_the_share_of_a_class_is_not_rounded_up(N, dtype):
+    clean = select_clean(torch.zeros(N, dtype=torch.int64), torch.linspace(0, 1, N), torch.tensor([0.3, 0.7], dtype=dtype),
+                         rho=1.0, use_qr=False)
+    assert int(clean.sum()) == 3 * N // 10
+
+
+def test_labelled_rows_are_clean_without_dr_and_confidence_is_above_tau_g():
+    y, q, beta = torch.tensor([0, 0]), torch.tensor([0.5, 0.75]), torch.ones(1)
+    assert select_clean(y, q, beta, use_dr=False, labelled=q < 0.6).tolist() == [True, False]
+    assert not select_clean(y, q, beta, tau_g=0.75, use_dr=False).any()  # Eq. 8 has >
+
+
+@pytest.mark.parametrize("name,value,word", [("label", torch.zeros(2), "integers"), ("beta", torch.ones(1).long(), "beta"),
+                                             ("confidence", torch.tensor([50.0, 90.0]), "0..1")])
+def test_what_is_no_label_share_or_probability_is_named(name, value, word):
+    given = {"label": torch.zeros(2, dtype=torch.int64), "confidence": torch.ones(2), "beta": torch.ones(1)}
+    with pytest.raises(ValueError, match=word):
+        select_clean(**(given | {name: value}))
+
+
+def test_clean_must_be_bool():
+    with pytest.raises(ValueError, match="clean bool"):
+        class_wise_loss(torch.ones(2, 2, 3), torch.zeros(2, dtype=torch.int64), torch.ones(2), torch.ones(2))

@@ -99,3 +99,7 @@ def test_lists_do_as_well_and_nothing_may_be_known():
     groups = size_groups([4] * 40, 0)  # of equal sizes, the first ones
     assert groups["head"].tolist() == list(range(12)) and groups["tail"].tolist() == list(range(28, 40))
     assert size_groups([7], 1)["head"].dtype == np.int64, "an index, empty as it is"
+
+
+def test_classes_without_a_row_are_not_in_the_mean():
+    assert cluster_metrics([0, 0, 2], [0, 0, 1], 2, [5, 4, 3])["per_class_mean"] == 100

@@ -44,6 +44,7 @@ def test_a_batch_has_the_loss_of_eq_12(calm):
         total += (cwcl + log_sum - score[i, 1 - v]) / (1 + len(positive))
     logits = z[clean].flatten(0, 1) @ normalize(head, dim=1).double().T / args.temperature
     by_hand = -logits.log_softmax(1)[torch.arange(10), label[clean].repeat_interleave(2)].mean()
+    contrastive, ce = float(contrastive), float(ce)
     assert contrastive == pytest.approx(total / 12, rel=1e-4) and ce == pytest.approx(float(by_hand), rel=1e-4)
     assert float(loss.detach()) == pytest.approx(0.9 * contrastive + 0.1 * ce, rel=1e-5)
 

@@ -107,6 +107,10 @@ def test_flags_reach_the_stages_they_are_for(tmp_path):
                        (["a.csv", "--name_command", "--tag", "x"], "needs"), (["demo", "10", *ask.split()], "is for a table")):
         done = subprocess.run(["bash", own / "run_all.sh", *words], text=True, capture_output=True)
         assert done.returncode == 2 and not done.stdout and f"--name_command {why}" in done.stderr
+    for words, ratio, why in ((["a.csv", "5"], "", "has no GAMMA"), (["a.csv"], "0.5", "KNOWN_RATIO is for benchmarks")):
+        done = subprocess.run(["bash", own / "run_all.sh", *words], text=True, capture_output=True,
+                              env={**os.environ, "KNOWN_RATIO": ratio})
+        assert done.returncode == 2 and not done.stdout and why in done.stderr
     assert said("--device=cpu", encoder="minilm")[1].endswith("--encoder minilm --device=cpu")
     for given, P, threads in (("", 2, max(1, os.cpu_count() // 2)), ("", 1000, 1), ("3", 2, 3)):  # the cores are shared out
         _, *stages, _ = said(NPROC=str(P), OMP_NUM_THREADS=given)

@@ -410,3 +410,44 @@ def test_moving_average_marginal():
     log_p = torch.tensor([[0.0, -1], [0, -1], [0, -1], [-1, 0]])
     beta = moving_average_marginal(torch.full((2,), 0.5, dtype=torch.float64), log_p, mu=0.9)
     assert torch.allclose(beta, torch.tensor([0.9 * 0.5 + 0.1 * 0.75, 0.9 * 0.5 + 0.1 * 0.25], dtype=torch.float64))
+
+
+def test_a_fault_in_the_first_chunk_is_refused():
+    log_p = scores()
+    log_p[0, 2] = math.nan
+    with pytest.raises(ValueError, match="NaN"):
+        relaxed_ot(log_p, chunk_rows=7)
+
+
+@pytest.mark.parametrize("keep", [2**26, 0])
+def test_row_weights_in_chunks(monkeypatch, keep):
+    monkeypatch.setattr(rot._SemiDual, "KEEP", keep)
+    log_p, row = scores(50, 4, seed=7), torch.arange(1.0, 51)
+    plans = [relaxed_ot(log_p, 0.1, 1.0, row=row, chunk_rows=n).plan for n in (7, 50)]
+    assert torch.allclose(*plans, atol=1e-9)
+
+
+def test_tol_and_max_iter_are_kept_to():
+    log_p = scores(400, 10, dtype=torch.float32)
+    loose, fine = (relaxed_ot(log_p, tol=tol) for tol in (1e-2, 1e-11))
+    assert fine.residual <= 1e-11 and loose.n_iter < fine.n_iter
+    with pytest.warns(RuntimeWarning, match="after 0 iterations"):
+        assert relaxed_ot(log_p, max_iter=0).n_iter == 0
+
+
+@pytest.mark.parametrize("solver", ["newton", "sinkhorn"])
+def test_a_skewed_prior(solver):
+    prior = 10.0 ** -torch.arange(6, dtype=torch.float64)
+    found = relaxed_ot(scores(), 0.05, 2.0, prior=prior, solver=solver)
+    slope = found.potential - 2 * prior / prior.sum() / found.beta  # the same in all classes at the optimum
+    assert found.converged and (slope - slope.mean()).abs().max() < 1e-6
+    assert found.n_iter < (30 if solver == "newton" else 1500)
+
+
+def test_equality_has_no_use_for_lambda2():
+    assert torch.equal(*(relaxed_ot(scores(), 0.05, lambda2, penalty="equality").plan for lambda2 in (0, 2.0)))
+
+
+def test_a_moving_average_of_shares_that_are_none():
+    with pytest.raises(ValueError, match="beta must be positive"):
+        moving_average_marginal(torch.tensor([0.5, -0.5, 1.0]).double(), scores(20, 3))

@@ -11,6 +11,7 @@ from seeding import (
     class_means,
     class_sizes,
     estimate_num_classes,
+    fitted_kmeans,
     kmeans,
     mixture_score,
     mixture_step,
@@ -350,3 +351,51 @@ def test_of_a_large_corpus_some_rows_tell_the_number_of_classes(monkeypatch):
     monkeypatch.setattr("seeding.seed_centres", lambda x, *given, **_: seen.append((len(x), given[6])) or x[:given[1]])
     estimate_num_classes(z, label, dev_z, dev, (30.0, 10.0, 300, 0.1), 0)
     assert set(seen) == {(360, 0.0)}, "with the 60 labelled ones, which are no tenth of their classes any more"
+
+
+def test_semi_supervised_kmeans_keeps_the_best_start_and_draws_by_its_seed():
+    x, label, _ = blobs([30] * 12, spread=0.2)
+    inertia = [float(torch.cdist(x, semi_supervised_kmeans(x, label, 12, 2, 0, n_init=n)).amin(1).square().sum())
+               for n in (1, 3, 10)]
+    assert inertia == sorted(inertia, reverse=True) and inertia[2] < inertia[0]
+    for plus_plus in (False, True):
+        found = []
+        for i, seed in enumerate((0, 0, 1)):
+            torch.manual_seed(i)
+            found.append(semi_supervised_kmeans(x, label, 12, 2, seed, n_init=1, plus_plus=plus_plus))
+        assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+
+
+def test_seeds_and_starts():
+    x, label, _ = blobs([30] * 12, spread=0.3)
+    assert not torch.equal(*(seed_centres(x, label, 12, 2, 20.0, 10.0, 5, 0.0, seed) for seed in (0, 1)))
+    assert not torch.equal(*(kmeans(x, 12, seed, n_init=1)[0] for seed in (0, 1)))
+    assert fitted_kmeans(x, 12, 0)._n_init == 10 and fitted_kmeans(x, 12, 0, n_init=3)._n_init == 3
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_moves_find_every_class(seed):
+    x, label, truth = blobs([60] * 4 + [30] * 8 + [15] * 12, seed=seed, spread=0.12)
+    found = (x @ seed_centres(x, label, 24, 2, 20.0, 10.0, 60, 0.0, seed).T).argmax(1)
+    assert len({int(found[truth == k].mode()[0]) for k in range(24)}) == 24
+
+
+def test_equal_rows_and_few_rows():
+    label = torch.tensor([0, 0] + [-1] * 38)
+    assert seed_centres(torch.eye(4)[:1].repeat(40, 1), label, 4, 1, 20.0, 10.0, 5, 0.0, 0).isfinite().all()
+    few = torch.tensor([0] * 10 + [-1] * 6)
+    assert seed_centres(blobs([8, 8])[0], few, 3, 1, 20.0, 10.0, 5, 0.0, 0).isfinite().all()
+
+
+def test_the_sizes_bound_what_the_silhouette_says(monkeypatch):
+    x, label, _ = blobs([80, 60, 40, 20, 10])
+    monkeypatch.setattr("seeding.silhouette_num_classes", lambda *_: 1000)
+    monkeypatch.setattr("seeding.num_classes_by_size", lambda *_: (2, 7.0))
+    assert estimate_num_classes(x, label, x[:0], label[:0], (20.0, 10.0, 50, 0.1), 0) == 7
+
+
+def test_appendix_e_starts_from_three_times_the_known_classes(monkeypatch):
+    asked, x = [], blobs([80, 60, 40, 20, 10])[0]
+    monkeypatch.setattr("seeding.kmeans", lambda z, K, *_, **__: asked.append(K) or (None, torch.arange(len(z)) % K))
+    appendix_e(x, 5, 0, 0, 0)
+    assert asked == [15]

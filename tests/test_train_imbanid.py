@@ -19,11 +19,13 @@ import numpy as np
 import pytest
 import torch
 from conftest import PATIENCE, REPO, TINY_PRETRAIN, TINY_TRAIN, Started, one_line_error, ranks, read_tsv, script
+from torch.nn.functional import normalize
 
 import pretrain
 import train_imbanid
 from encoder import Dropout, Encoder, Packed, attend, weights_sha256
 from make_lt_data import ThisProcessError, UserError, parse_args, write_atomic
+from metrics import cluster_metrics
 
 
 def train(task, *flags):
@@ -729,7 +731,7 @@ def test_a_finished_pre_training_is_skipped_and_one_of_other_settings_or_data_re
 @pytest.mark.parametrize("flags,words", [
     (["--num_classes", "100000"], ["num_classes", "rows"]), (["--num_classes", "2"], ["num_classes"]),
     (["--num_classes", "many"], ["num_classes"]), (["--pseudo_label", "uot"], ["uot"]), (["--tau", "0"], ["tau"]),
-    (["--device", "tpu"], ["tpu"]), (["--dtype", "int8"], ["int8"]), (["--epochs", "0"], ["epochs"]),
+    (["--device", "tpu"], ["tpu"]), (["--dtype", "int8"], ["int8"]), (["--epochs", "-1"], ["epochs"]),
     (["--what"], ["--what"]), (["--lambda2", "-1"], ["lambda2"]), (["--lambda1", "inf"], ["lambda1"]), (["--mu", "1"], ["mu"]),
     (["--mu", "0.5"], ["--pseudo_label mot"]), (["--max_classes", "9"], ["--num_classes appendix_e"]),
     (["--tag", "a/b"], ["tag"]), (["--tag", "gcd"], ["--tag gcd"]), (["--lr", "1e39"], ["lr", "below 1e+38"]),
@@ -970,3 +972,91 @@ def test_a_kill_before_the_last_line_of_pre_training_leaves_nothing(tiny_run, ti
     shutil.copy(done, part)
     pretrain.main(parse_args(pretrain.Args, words))
     assert not part.exists() and done.exists()
+
+
+def test_kmeans_keeps_the_numbers_of_the_heads_classes():
+    noise = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
+    z = normalize(torch.eye(4)[torch.arange(40) % 4] + 0.05 * noise, dim=1)
+    for order in ([2, 0, 3, 1], [0, 1, 2, 3]):
+        plan = train_imbanid.kmeans_result(z, torch.eye(4)[order], 40, 0).plan
+        assert torch.equal(torch.tensor(order)[plan.argmax(1)], torch.arange(40) % 4)
+
+
+def test_a_stopped_run_of_mot_goes_on_from_its_shares(tiny_run, monkeypatch):
+    flags, save = ("--epochs", 4, "--pseudo_label", "mot", "--mu", 0.5), train_imbanid.save_checkpoint
+
+    def stop(path, **state):
+        save(path, **state)
+        if state["epoch"] == 2:
+            raise KeyboardInterrupt
+
+    whole = train(tiny_run[0], *flags, "--tag", "mot_whole")[1]
+    monkeypatch.setattr(train_imbanid, "save_checkpoint", stop)
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny_run[0], *flags, "--tag", "mot_cut")
+    monkeypatch.setattr(train_imbanid, "save_checkpoint", save)
+    cut = train(tiny_run[0], *flags, "--tag", "mot_cut")[1]
+    for name in ("log.jsonl", "pseudo_label.npy"):
+        assert (cut / name).read_bytes() == (whole / name).read_bytes()
+
+
+def test_scores_within_a_run_are_those_of_its_files(tiny_run, encoder):
+    results, out = train(tiny_run[0], "--head_lr", 3.0, "--tag", "scores")
+    data, state = tiny_run[1] / "data/demo_g4_s0", torch.load(out / "last.pt", weights_only=True)
+    label, truth, counts = (np.load(data / f"{name}.npy") for name in ("train_label", "train_truth", "class_counts"))
+    own = cluster_metrics(truth[label < 0], np.load(out / "pseudo_label.npy")[label < 0], label.max() + 1, counts)
+    assert results["train_unlabelled"] == pytest.approx(own)
+    before = pretrain.trained_state(encoder.trained_layers)
+    pretrain.load_trained_layers(encoder, state)
+    z = encoder.all_features(encoder.trunk(encoder.tokenize([row[0] for row in read_tsv(data / "dev.tsv")[1:]])))
+    pretrain.load_trained(encoder.trained_layers, before)
+    right = (z @ normalize(state["head"], dim=1).T).argmax(1).numpy() == np.load(data / "dev_label.npy")
+    assert state["log"][-1]["dev_accuracy"] == pytest.approx(100 * right.mean())
+
+
+def test_what_stage_3_is_given(tiny_run, monkeypatch):
+    clean, seeds, dropout, decay = [], [], set(), set()
+    select, seed, loss, step = (getattr(train_imbanid, name) for name in (
+        "select_clean", "seed_centres", "batch_loss", "joint_step"))
+
+    def batch_loss(encoder, *given):
+        dropout.add(all(part.training for part in encoder.trained_layers.modules()))
+        return loss(encoder, *given)
+
+    def joint_step(of, optimizer, *more):
+        decay.update(group["weight_decay"] for group in optimizer.param_groups)
+        step(of, optimizer, *more)
+
+    monkeypatch.setattr(train_imbanid, "select_clean", lambda *given: clean.append(given[3:7]) or select(*given))
+    monkeypatch.setattr(train_imbanid, "seed_centres", lambda *given: seeds.append(given[-1]) or seed(*given))
+    monkeypatch.setattr(train_imbanid, "batch_loss", batch_loss)
+    monkeypatch.setattr(train_imbanid, "joint_step", joint_step)
+    train(tiny_run[0], "--rho", 0.3, "--tau_g", 0.2, "--no_qr", "--tag", "given")
+    assert set(clean) == {(0.3, 0.2, True, False)} and seeds == [0] and dropout == {True} and decay == {0.01}
+
+
+def test_flags_of_the_seeding_and_of_appendix_e_reach_them(monkeypatch):
+    words = "--num_classes appendix_e --max_classes 12 --min_cluster 3 --kappa 7 --swaps 9"
+    args = parse_args(train_imbanid.Args, words.split())
+    meta, got = {"num_classes": 8, "num_known": 4, "num_unlabelled": 90, "num_test": 90, "labeled_ratio": 0.2}, []
+    monkeypatch.setattr(train_imbanid, "appendix_e", lambda z, *given: got.append(given) or 5)
+    train_imbanid.resolve_num_classes(args, {"train": torch.zeros(2, 2)}, {}, meta, 0)
+    assert got == [(4, 12, 3, 0)] and train_imbanid.seeding_settings(args, meta) == (7.0, 5.0, 9, 0.2)
+
+
+def test_without_an_epoch_the_seeded_head_is_what_there_is(tiny_run):
+    results, out = train(tiny_run[0], "--epochs", 0, "--tag", "no_training")
+    head = torch.load(out / "last.pt", weights_only=True)["head"]
+    found = (torch.from_numpy(np.load(out / "test_feature.npy")) @ normalize(head, dim=1).T).argmax(1)
+    assert np.array_equal(found, np.load(out / "test_pred.npy")) and results["epochs"] == 0
+    assert (out / "log.jsonl").read_bytes() == b""
+
+
+def test_an_encoder_whose_tokenizer_has_more_tokens_than_its_model(tiny_encoder, tmp_path):
+    folder = shutil.copytree(tiny_encoder, tmp_path / "encoder")
+    from transformers import AutoTokenizer
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens([f"word{i}" for i in range(200)])
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(UserError, match="its tokenizer has"):
+        Encoder(str(folder), 32, torch.device("cpu"), torch.float32)

@@ -1,0 +1,140 @@
+"""What pretrain.py and encoder.py do within a run that no figure of a finished run shows, on a tiny corpus and encoder."""
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from conftest import TINY_PRETRAIN, read_tsv
+from torch.nn.functional import cross_entropy, normalize
+
+import pretrain
+from encoder import Encoder
+from make_lt_data import UserError, parse_args
+
+ON_CPU = torch.device("cpu"), torch.float32
+FAST = "--lr", 0.05, "--head_lr", 0.5  # an early epoch is the best of many
+
+
+def pre_trained(task, out, encoder, *flags):
+    """pretrain.pt of a pre-training in this process, written to out."""
+    words = *task[:-1], out, "--encoder", encoder, *TINY_PRETRAIN, *flags
+    pretrain.main(parse_args(pretrain.Args, [str(word) for word in words]))
+    return torch.load(out / "demo_g4_s0/pretrain.pt", weights_only=True)
+
+
+@pytest.fixture
+def encoder(tiny_encoder):
+    return Encoder(str(tiny_encoder), 32, *ON_CPU)
+
+
+def test_the_kept_weights_are_those_of_the_best_epoch(tiny_run, tiny_encoder, encoder, tmp_path):
+    found = pre_trained(tiny_run[0], tmp_path, tiny_encoder, "--epochs", 60, "--patience", 2, *FAST)
+    data = tiny_run[1] / "data/demo_g4_s0"
+    pretrain.load_trained_layers(encoder, found)
+    texts, label = [row[0] for row in read_tsv(data / "dev.tsv")[1:]], torch.from_numpy(np.load(data / "dev_label.npy"))
+    z = normalize(encoder.all_features(encoder.trunk(encoder.tokenize(texts))), dim=1)
+    logits = z @ normalize(found["classifier"], dim=1).T / found["config"]["temperature"]
+    assert found["epoch"] < len(found["log"])
+    assert float(cross_entropy(logits, label)) == pytest.approx(found["dev_loss"], rel=1e-4)
+
+
+def test_a_run_stopped_behind_its_best_epoch_keeps_that_and_its_masks(tiny_run, tiny_encoder, tmp_path, monkeypatch):
+    flags, save = ("--epochs", 9, "--patience", 9, "--mask_epochs", 3, *FAST), pretrain.save_checkpoint
+
+    def stop(path, **state):
+        save(path, **state)
+        if path.name == "pretrain_part.pt" and state["epoch"] == 7:
+            raise KeyboardInterrupt
+
+    whole = pre_trained(tiny_run[0], tmp_path / "whole", tiny_encoder, *flags)
+    monkeypatch.setattr(pretrain, "save_checkpoint", stop)
+    with pytest.raises(KeyboardInterrupt):
+        pre_trained(tiny_run[0], tmp_path / "cut", tiny_encoder, *flags)
+    monkeypatch.setattr(pretrain, "save_checkpoint", save)
+    cut = pre_trained(tiny_run[0], tmp_path / "cut", tiny_encoder, *flags)
+    assert whole["epoch"] <= 7 and cut["epoch"] == whole["epoch"] and cut["log"] == whole["log"]
+    assert all(torch.equal(p, whole["trained_layers"][name]) for name, p in cut["trained_layers"].items())
+
+
+def test_epochs_and_seeds_have_batches_of_their_own():
+    order = [torch.randperm(50, generator=pretrain.seed_epoch(*which)) for which in ((0, 1), (0, 2), (1, 1))]
+    assert not torch.equal(order[0], order[1]) and not torch.equal(order[0], order[2])
+
+
+def test_a_step_takes_the_clipped_gradient_and_forgets_the_last():
+    p = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([p], lr=1.0)
+    for slope, expected in (([30.0, 40.0], [-0.6, -0.8]), ([0.1, 0.0], [-0.7, -0.8])):
+        pretrain.joint_step((torch.tensor(slope) * p).sum(), optimizer, "", torch.arange(1))
+        assert torch.allclose(p.detach(), torch.tensor(expected), atol=1e-4)
+
+
+def test_labelled_batches_dropout_and_weight_decay(tiny_run, tiny_encoder, tmp_path, monkeypatch):
+    drawn, dropout, groups, loss_of, step = set(), set(), [], pretrain.batch_loss, pretrain.joint_step
+
+    def batch_loss(encoder, *given):
+        dropout.add(all(part.training for part in encoder.trained_layers.modules()))
+        drawn.update(given[6].tolist())
+        return loss_of(encoder, *given)
+
+    def joint_step(loss, optimizer, *more):
+        groups.append({(group["lr"], group["weight_decay"]) for group in optimizer.param_groups})
+        step(loss, optimizer, *more)
+
+    monkeypatch.setattr(pretrain, "batch_loss", batch_loss)
+    monkeypatch.setattr(pretrain, "joint_step", joint_step)
+    pre_trained(tiny_run[0], tmp_path, tiny_encoder, "--labeled_batch_size", 4, "--lr", 1e-5, "--head_lr", 1e-4)
+    assert len(drawn) > 10 and dropout == {True} and groups[0] == {(1e-5, 0.01), (1e-4, 0.01)}
+
+
+@pytest.mark.parametrize("name", ["train.tsv", "dev.tsv", "test.tsv", "train_label.npy", "dev_label.npy", "labels.txt"])
+def test_data_that_has_changed_is_seen(tiny_run, tmp_path, name):
+    data = shutil.copytree(tiny_run[1] / "data/demo_g4_s0", tmp_path / "data")
+    before = pretrain.data_fingerprint(data)
+    (data / name).write_bytes((data / name).read_bytes() + b"x")
+    assert pretrain.data_fingerprint(data) != before
+
+
+def test_word_vectors_that_have_changed_are_seen(tiny_encoder, encoder, tmp_path):
+    from safetensors.torch import load_file, save_file
+    folder = shutil.copytree(tiny_encoder, tmp_path / "encoder")
+    weights = load_file(folder / "model.safetensors")
+    weights["bert.embeddings.word_embeddings.weight"][7, 0] += 1
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert Encoder(str(folder), 32, *ON_CPU).fingerprint != encoder.fingerprint
+
+
+def test_masks_are_drawn_by_their_generator(encoder):
+    tokens, masked = encoder.tokenize(["set an alarm for six in the morning"] * 20), []
+    for i, seed in enumerate((5, 5, 6)):
+        torch.manual_seed(i)
+        masked.append(encoder.mask_tokens(tokens, torch.Generator().manual_seed(seed))[0].values)
+    assert torch.equal(masked[0], masked[1]) and not torch.equal(masked[0], masked[2])
+
+
+def test_no_word_is_replaced_by_a_special_token(encoder):
+    tokens = encoder.tokenize(["set an alarm for six in the morning"] * 3000)
+    replaced = encoder.replace_tokens(tokens, 1.0, torch.Generator().manual_seed(0))
+    assert torch.equal(encoder.special(replaced), encoder.special(tokens))
+
+
+def test_a_limited_vocabulary_keeps_the_biases_of_its_words(encoder):
+    bias = encoder._frozen[0].get_output_embeddings().bias
+    with torch.no_grad():
+        bias.copy_(torch.arange(len(bias)))
+    tokens = encoder.tokenize(["open the door"])
+    encoder.limit_vocabulary(tokens)
+    assert torch.equal(encoder._frozen[0].get_output_embeddings().bias.detach(), tokens.values.unique().float())
+
+
+def test_an_encoder_that_knows_no_word_is_refused(tiny_run, tiny_encoder, tmp_path, monkeypatch):
+    real = Encoder.tokenize
+
+    def unknown(self, texts):
+        tokens = real(self, texts)
+        tokens.values[~self.special(tokens)] = self.tokenizer.unk_token_id
+        return tokens
+
+    monkeypatch.setattr(Encoder, "tokenize", unknown)
+    with pytest.raises(UserError, match="knows none of the words"):
+        pre_trained(tiny_run[0], tmp_path, tiny_encoder)
