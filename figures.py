@@ -35,7 +35,7 @@ PAPER = {("clinc", 1): (97.26, 91.78, 95.64), ("clinc", 3): (95.60, 85.36, 90.44
          ("stackoverflow", 1): (83.52, 77.06, 88.30), ("stackoverflow", 3): (82.12, 75.09, 87.40),
          ("stackoverflow", 5): (81.42, 73.09, 86.50), ("stackoverflow", 10): (79.78, 71.15, 82.60)}
 # The ACC of its other rows at gamma 1, 3, 5 and 10: {method: (CLINC's, BANKING's, StackOverflow's)}.
-PAPER_GAMMAS = (1, 3, 5, 10)
+PAPER_CORPORA, PAPER_GAMMAS = ("clinc", "banking", "stackoverflow"), (1, 3, 5, 10)
 PAPER_METHODS = {
     "gcd": ((77.50, 73.07, 67.96, 61.91), (58.95, 56.98, 53.41, 46.92), (66.81, 65.30, 59.10, 48.60)),
     "deepaligned": ((86.49, 81.78, 79.02, 71.47), (64.63, 63.64, 60.06, 54.03), (80.26, 77.10, 78.50, 73.80)),
@@ -205,7 +205,7 @@ def ablation_table(folder="results"):
             if not seeds:
                 cells += ["not run"] * 4
                 continue
-            theirs = (*paper, *3 * [math.nan])[3 * list(CORPORA).index(dataset):]
+            theirs = paper[3 * PAPER_CORPORA.index(dataset):] if dataset in PAPER_CORPORA else 3 * [math.nan]
             scores = spread([runs[dataset, tag, seed] for seed in seeds], "test")
             for group, value in zip(GROUPS, theirs):
                 cells.append(f"{scores[group][0]:.2f}" + (f" ({value:.2f})" if value == value else ""))
@@ -451,7 +451,7 @@ def paper_acc(method, dataset, gamma):
         return ""
     if method == "imbanid":
         return f"{PAPER[dataset, gamma][2]:.2f}"
-    return f"{PAPER_METHODS[method][list(CORPORA).index(dataset)][PAPER_GAMMAS.index(gamma)]:.2f}"
+    return f"{PAPER_METHODS[method][PAPER_CORPORA.index(dataset)][PAPER_GAMMAS.index(gamma)]:.2f}"
 
 
 def settings_table(folder="results"):

@@ -482,3 +482,10 @@ def test_confusion_counts_the_matched_classes(tmp_path):
 def test_the_tables_do_not_wait_for_matplotlib():
     code = "import sys, figures; figures.main(['table']); sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True).returncode == 0
+
+
+def test_another_corpus_leaves_the_papers_figures_where_they_are(monkeypatch):
+    tables = figures.ablation_table, figures.results_table, figures.methods_table
+    before = [table(REPO / "results") for table in tables]
+    monkeypatch.setattr(figures, "CORPORA", {"mine": ("MINE-LT", "", {}), **figures.CORPORA})
+    assert all(before) and [table(REPO / "results") for table in tables] == before
