@@ -536,7 +536,7 @@ def gpu_table(folder="results"):
 
 
 TABLES = (headline_table, results_table, ablation_table, settings_table, overview_table, groups_table, leads_table,
-          methods_table, other_settings_table, schedules_table, transport_tables, speed_table,
+          ends_table, methods_table, other_settings_table, schedules_table, transport_tables, speed_table,
           gpu_table)  # what `table` builds
 
 
