@@ -357,7 +357,7 @@ def read_rows(path):
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
-        raise UserError(f"{path} is missing: put the file there or leave --raw_dir out to download it") from None
+        raise UserError(f"{path} is missing: put it there; without --raw_dir the published corpora are downloaded") from None
     if b"\0" in raw:
         raise UserError(f"{path} holds a NUL byte: it is not a text file")
     try:
@@ -507,13 +507,13 @@ def delimited(file, path, first, above, said):
     full, short = False, []  # full: whether a row had all cells; short: the lines of those that had not
     between = behind = 0  # empty lines between rows, and behind the last one
     long = []  # the lines of rows in which a quote may have swallowed others
-    more = 0  # lines of the header behind its first, which the reader takes for one with it
+    head = [first]  # the lines of the header, which the reader takes for one
     if first.count('"') % 2 and OPEN_NAME.search(first):  # a name goes on in the next line
         while line := file.readline():
-            first, more = first + line, more + 1
+            head.append(line)
             if line.count('"') % 2:
                 break
-    above, begin = above + more, 1 - more
+    first, above, begin = "".join(head), above + len(head) - 1, 2 - len(head)
     # A header of one name: no delimiter, so that commas in unquoted texts do no harm (none holds a unit separator).
     bare = re.sub('"[^"]*"', "", first)  # a comma in a quoted name delimits nothing
     delimiter = said or ("\t" if Path(path).suffix.lower() == ".tsv" and "\t" in first else max(DELIMITERS, key=bare.count))
@@ -846,11 +846,12 @@ def print_table_row(meta):
 
 def main(args):
     check_task(args)
-    unread = ("text_column", "label_column", "dev_ratio") if args.dataset in CORPORA else ("labeled_ratio", "mirror")
+    own = args.dataset not in CORPORA
+    unread = ("labeled_ratio", "mirror") if own else ("text_column", "label_column", "dev_ratio")
     for flag in unread:  # run_all.sh gives the others to both
-        if getattr(args, flag) != getattr(Args, flag):
+        if getattr(args, flag) != getattr(Args, flag) and (not own or Path(args.dataset).is_file()):
             raise UserError(f"--{flag} says nothing about --dataset {args.dataset}: leave it out")
-    if args.dataset not in CORPORA:
+    if own:
         own_data(args)
         return
     task = {k: getattr(args, k) for k in TASK}

@@ -174,8 +174,8 @@ def same_config(found, config, path, restart):
         found, config, of = found[key], config[key], f"{key}'s "
         key = next(k for k in {**found, **config} if found.get(k) != config.get(k))
     raise UserError(f"{path} was made with other settings ({of}{key} {found.get(key)!r}, now {config.get(key)!r}): pass "
-                    "--restart to replace it, or run the scripts one by one with another --out_dir (train_imbanid.py alone: "
-                    "another --tag) to keep both")
+                    "--restart to replace it, or to keep both another --tag (of pretrain.py another --out_dir, the scripts "
+                    "run one by one)")
 
 
 def open_checkpoint(path, config, restart):
@@ -442,8 +442,8 @@ def read_texts(args, texts, device, dtype, out, rank, world):
     if long.any() and rank == 0:
         print(f"{int(long.sum())} text(s) of {encoder.max_length} tokens or more: read up to there (--max_length)")
     if unknown.mean() > 0.95:
-        raise UserError(f"--encoder {args.encoder} knows none of the words of these texts: it is for another language, or its "
-                        "folder lacks the tokenizer's files")
+        raise UserError(f"--encoder {args.encoder} knows hardly any of the words of these texts: it is for another language, "
+                        "or its folder lacks the tokenizer's files")
     if unknown.mean() > 0.05 and rank == 0:
         print(f"{100 * float(unknown.mean()):.0f} % of the tokens are unknown to --encoder {args.encoder}: another one "
               "may suit these texts better")

@@ -251,8 +251,8 @@ def read_finished(out, config, restart):
         return None
     if first_process():
         code, now = results.get("commit"), commit()
-        older = f" (by code of commit {code}: for that of {now} remove {out}/ or choose another --tag)" * (code != now)
-        print(f"{path} is there already, made with the same settings: skipped{older}")
+        other = f" (by code of commit {code}, this is {now}: remove that file and last.pt beside it to run it anew)"
+        print(f"{path} is there already, made with the same settings: skipped" + other * bool(code and now and code != now))
     return results
 
 

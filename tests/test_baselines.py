@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import one_line_error, script
+from conftest import REPO, one_line_error, script
 from scipy.optimize import linear_sum_assignment
 from sklearn.cluster import KMeans
 from torch.nn.functional import cross_entropy, normalize
@@ -541,12 +541,11 @@ def test_the_seeded_end_is_what_imbanid_starts_from(demo):
     assert seeded["test_seeded"] == start["test"]
 
 
-def test_the_method_in_the_readme_runs(tiny_flags):
-    text = (shared.Path(shared.__file__).parent / "README.md").read_text()
-    code = text[text.index("def main(args):"):].split("```")[0].replace('"mine"', '"readme"')
-    names = {**vars(shared), "normalize": normalize}
-    exec(code, names)
-    args = importlib.import_module("baselines.gcd").Args(**tiny_flags | {"tag": "of_ones_own"})
-    names["main"](args)
-    out = shared.Path(args.out_dir) / "demo_g4_s0_readme_of_ones_own"
-    assert json.loads((out / "results.json").read_text())["method"] == "readme"
+def test_the_method_in_the_readme_runs(tiny_flags, tmp_path):
+    text = (REPO / "baselines/README.md").read_text()
+    code = text[text.index('```python\n"""What it is."""') + len("```python\n"):].split("```")[0]
+    (tmp_path / "mine.py").write_text(code)
+    words = [word for key, value in {**tiny_flags, "tag": "of_ones_own"}.items() for word in (f"--{key}", value)]
+    done = script(tmp_path / "mine.py", *words, env={"PYTHONPATH": str(REPO)})
+    out = shared.Path(tiny_flags["out_dir"]) / "demo_g4_s0_mine_of_ones_own"
+    assert json.loads((out / "results.json").read_text())["method"] == "mine" and "protocol C" in done.stdout

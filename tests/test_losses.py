@@ -164,6 +164,17 @@ def test_the_share_of_a_class_is_not_rounded_up(N, dtype):
     assert int(clean.sum()) == 3 * N // 10
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_the_share_of_a_class_is_not_rounded_down(dtype):
+    def chosen(N, rho, *beta):
+        label = torch.zeros(N, dtype=torch.int64)
+        return int(select_clean(label, torch.linspace(0, 1, N), torch.tensor(beta, dtype=dtype), rho, use_qr=False).sum())
+
+    assert chosen(1000, 1.0, 0.5, 0.5) == 500 and chosen(1000, math.inf, 0.5, 0.5) == 1000
+    assert chosen(1000, math.inf, 1.0, 0.0) == 1000 and chosen(100_000, 1.0, 0.5 + 2**-9, 0.5 - 2**-9) in (
+        (50_196,) if dtype != torch.bfloat16 else (50_000, 50_196, 50_391))
+
+
 def test_labelled_rows_are_clean_without_dr_and_confidence_is_above_tau_g():
     y, q, beta = torch.tensor([0, 0]), torch.tensor([0.5, 0.75]), torch.ones(1)
     assert select_clean(y, q, beta, use_dr=False, labelled=q < 0.6).tolist() == [True, False]
@@ -171,7 +182,7 @@ def test_labelled_rows_are_clean_without_dr_and_confidence_is_above_tau_g():
 
 
 @pytest.mark.parametrize("name,value,word", [("label", torch.zeros(2), "integers"), ("beta", torch.ones(1).long(), "beta"),
-                                             ("confidence", torch.tensor([50.0, 90.0]), "0..1")])
+                                             ("confidence", torch.tensor([0.5, 1.5]), "0..1")])
 def test_what_is_no_label_share_or_probability_is_named(name, value, word):
     given = {"label": torch.zeros(2, dtype=torch.int64), "confidence": torch.ones(2), "beta": torch.ones(1)}
     with pytest.raises(ValueError, match=word):

@@ -214,6 +214,17 @@ def test_a_damaged_meta_file_is_said(tmp_path, text):
         one_line_error(script("make_lt_data.py", "--dataset", dataset, "--data_dir", tmp_path, ok=False), "damaged")
 
 
+def test_flags_that_say_nothing_are_refused(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text("text\n" + "".join(f"text {i}\n" for i in range(20)))
+    for dataset, flags, words in (("demo", ("--dev_ratio", 0.5), ["--dev_ratio", "demo"]),
+                                  (path, ("--labeled_ratio", 0.3), ["--labeled_ratio", "t.csv"]),
+                                  ("clnic", ("--mirror", "x"), ["clnic is unknown"])):
+        done = script("make_lt_data.py", "--dataset", dataset, *flags, "--data_dir", tmp_path / "data", ok=False)
+        one_line_error(done, *words)
+    assert not (tmp_path / "data").exists()
+
+
 def test_a_folder_made_with_another_seed_is_refused(tmp_path, tiny_run):
     task, folder = tiny_run
     (tmp_path / "data").mkdir()

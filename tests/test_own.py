@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 import unicodedata
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from make_lt_data import (
     make_own_task,
     make_split,
     open_table,
+    plain_label,
     raw_corpus,
     read_run,
     read_table,
@@ -71,6 +73,18 @@ def test_columns_are_guessed_and_can_be_named(tmp_path):
     phrase = table(tmp_path / "phrase.csv", [(text, "a_long_name_of_an_intent" * 3) for text in TEXTS], ("phrase", "intent"))
     for asked in ("", "intent"):
         assert read_table(phrase, "", asked)[2:] == ("phrase", "intent")
+
+
+def test_a_name_whose_quote_never_ends_is_told_as_soon_for_many_rows(tmp_path):
+    path, start = tmp_path / "open.csv", time.time()
+    path.write_text('id,"text\n' + "1,open the door\n" * 200_000)
+    with open_table(path) as file, pytest.raises(UserError):
+        list(records(file, path))
+    assert time.time() - start < 10, "0.2 s; 40 where every line copied all before it"
+
+
+def test_a_label_that_is_json_too_deep_to_read_is_taken_as_it_is():
+    assert plain_label("[" * 100_000) == "[" * 100_000
 
 
 def test_json_lines_json_and_unquoted_commas(tmp_path):
@@ -615,7 +629,8 @@ def test_bad_calls_of_predict(own_run, tmp_path, tiny_run):
     new = table(tmp_path / "new.csv", [(text, "") for text in TEXTS])
     for output in (tmp_path, tmp_path / "nowhere/o.csv"):
         one_line_error(script("predict.py", run, new, "-o", output, ok=False), "--output")
-    one_line_error(script("predict.py", run, "-o", tmp_path / "o.csv", ok=False), "new texts")
+    for flag, value in (("--output", tmp_path / "o.csv"), ("--device", "cpu"), ("--dtype", "float32"), ("--batch_size", 3)):
+        one_line_error(script("predict.py", run, flag, value, ok=False), flag, "new texts")
     one_line_error(script("predict.py", run, new, "--name_command", "true", ok=False), "--name_command")
     assert script("predict.py", run, new, "-o", "/dev/null").returncode == 0 and not Path("/dev/null").is_file()
     closed = f"{sys.executable} {REPO}/predict.py {shlex.quote(str(run))} {shlex.quote(str(new))} >&-"

@@ -136,5 +136,5 @@ def test_an_encoder_that_knows_no_word_is_refused(tiny_run, tiny_encoder, tmp_pa
         return tokens
 
     monkeypatch.setattr(Encoder, "tokenize", unknown)
-    with pytest.raises(UserError, match="knows none of the words"):
+    with pytest.raises(UserError, match="knows hardly any of the words"):
         pre_trained(tiny_run[0], tmp_path, tiny_encoder)

@@ -449,5 +449,6 @@ def test_equality_has_no_use_for_lambda2():
 
 
 def test_a_moving_average_of_shares_that_are_none():
-    with pytest.raises(ValueError, match="beta must be positive"):
-        moving_average_marginal(torch.tensor([0.5, -0.5, 1.0]).double(), scores(20, 3))
+    for share in (-0.5, 0.0):
+        with pytest.raises(ValueError, match="beta must be positive"):
+            moving_average_marginal(torch.tensor([0.5, share, 1.0]).double(), scores(20, 3))

@@ -529,12 +529,18 @@ def test_a_loss_that_is_not_finite_says_where(tiny_run, tiny_encoder, tmp_path, 
     assert not (folder / "out/demo_g4_s0_nan/last.pt").exists() and not list(tmp_path.rglob("*.pt"))
 
 
-def test_skip_refuse_and_restart(tiny_run, capsys):
+def test_skip_refuse_and_restart(tiny_run, tmp_path, monkeypatch, capsys):
     task = tiny_run[0]
-    train(task, "--tag", "again")
+    out = train(task, "--tag", "again")[1]
     capsys.readouterr()
     train(task, "--tag", "again")
-    assert "skipped" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "skipped" in said and "by code of" not in said
+    config = json.loads((out / "results.json").read_text())["config"]
+    write_atomic(tmp_path / "results.json", json.dumps({"method": "imbanid", "commit": "abc", "config": config}))
+    monkeypatch.setattr(train_imbanid, "commit", lambda: "def")
+    assert train_imbanid.read_finished(tmp_path, config, False)
+    assert "by code of commit abc, this is def" in capsys.readouterr().out
     one_line_error(script("train_imbanid.py", *task, *TINY_TRAIN, "--tag", "again", "--omega", 0.3, ok=False), "omega", "--tag")
     one_line_error(script("train_imbanid.py", *task, *TINY_TRAIN, "--tag", "again", "--dtype", "bfloat16", ok=False), "dtype")
     assert train(task, "--tag", "again", "--omega", 0.3, "--restart")[0]["config"]["omega"] == 0.3
