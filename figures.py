@@ -188,7 +188,7 @@ def paired_test(ours, others):
 
 def ablation_table(folder="results"):
     """README's ablation table: ours (the paper's) for head, medium and tail at gamma 10, and ACC with a paired t-test, or
-    with `each` where the difference is the same on all seeds. Of the encoder with most runs; empty without an ablation.
+    with `each` where the difference is the same on all seeds. Of the encoder with most ablations; empty without one.
     """
     found = [run for run in read_kept(folder) if run["method"] == "imbanid" and run["tag"] in ABLATIONS and run["gamma"] == 10]
     encoders = Counter(run["encoder"] for run in found if run["tag"])
@@ -356,8 +356,8 @@ def ends_table(folder="results"):
     titles, rows = list(dict.fromkeys(title for *_, runs in found for title in runs)), []
     for (dataset, gamma, _), seeds, ours, runs in found:
         acc = {title: {row: np.array([run[row]["ACC"] for run in of]) for row in ENDS if all(row in run for run in of)}
-               for title, of in [*runs.items(), ("ImbaNID", ours)]}
-        own = acc.pop("ImbaNID")["test"]
+               for title, of in runs.items()}
+        own = np.array([run["test"]["ACC"] for run in ours])
         rows.append([CORPORA[dataset][0], f"{gamma:g}", " ".join(map(str, seeds)),
                      *(" / ".join(f"{acc[title][row].mean():.1f}" if row in acc.get(title, ()) else "-" for row in ENDS)
                        for title in titles), f"{own.mean():.1f}",
@@ -884,11 +884,11 @@ def main(words):
             raise UserError(f"{kept[0]} is no folder of out/, whose results.json could be kept")
         Path("results").mkdir(exist_ok=True)
         for path in paths:
-            kept, run = Path("results") / f"{Path(path).name}.json", read_benchmark(path)
-            if kept.exists() and read_results(kept)["encoder"] != run["encoder"]:
-                raise UserError(f"{kept} is of encoder {read_results(kept)['encoder']}, {path} of {run['encoder']}: remove the "
-                                "file first, or keep the run in another checkout")
-            write_atomic(Path("results") / f"{Path(path).name}.json", json.dumps(read_benchmark(path), indent=1) + "\n")
+            run, target = read_benchmark(path), Path("results") / f"{Path(path).name}.json"
+            if target.exists() and (there := read_results(target)["encoder"]) != run["encoder"]:
+                raise UserError(f"{target} is of encoder {there}, {path} of {run['encoder']}: remove the file first, or keep the "
+                                "run in another checkout")
+            write_atomic(target, json.dumps(run, indent=1) + "\n")
     elif command == "table":
         if not read_kept("results", ratios=None):
             raise UserError("no runs in results/ to make tables of: start in the repository's folder, or keep a run first")

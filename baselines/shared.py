@@ -312,8 +312,8 @@ def finish(run, fit, dense=None, ends=("held", "seeded")):
     raw, held = kmeans_rows(run.raw, run.label["train"], run.K, run.num_known, seed)
     clusters = {"test": pred, "test_kmeans": kmeans(z["test"], run.K, seed)[1].cpu().numpy(), "kmeans_raw": raw,
                 "ss_kmeans_raw": held}
+    given = z["train"], run.label["train"], run.K, run.num_known
     for end in ends:
-        given = z["train"], run.label["train"], run.K, run.num_known
         centre = semi_supervised_kmeans(*given, seed, 100, True) if end == "held" else seed_centres(
             *given, *seeding_settings(train_imbanid.Args(), run.meta), seed)
         clusters[f"test_{end}"] = nearest(z["test"], centre).cpu().numpy()
