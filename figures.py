@@ -886,8 +886,8 @@ def main(words):
         for path in paths:
             run, target = read_benchmark(path), Path("results") / f"{Path(path).name}.json"
             if target.exists() and (there := read_results(target)["encoder"]) != run["encoder"]:
-                raise UserError(f"{target} is of encoder {there}, {path} of {run['encoder']}: remove the file first, or keep the "
-                                "run in another checkout")
+                raise UserError(f"{target} is of encoder {there}, {path} of {run['encoder']}: remove the file first, or keep "
+                                "the run in another checkout")
             write_atomic(target, json.dumps(run, indent=1) + "\n")
     elif command == "table":
         if not read_kept("results", ratios=None):
