@@ -18,7 +18,8 @@ from safetensors import SafetensorError
 from torch import nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 from tqdm import tqdm
-from transformers import AutoModelForMaskedLM, AutoTokenizer, DataCollatorForLanguageModeling
+from transformers import AutoModelForMaskedLM, AutoTokenizer, BertConfig, DataCollatorForLanguageModeling
+from transformers.models.bert.modeling_bert import BertLayer
 from transformers.utils import logging as transformers_logging
 
 from make_lt_data import ThisProcessError, UserError, file_sha256
@@ -93,17 +94,21 @@ class Dropout(nn.Dropout):
         return x.masked_fill(bits[:x.numel()].view_as(x) < round(65536 * self.p) - 32768, 0) / (1 - self.p)
 
 
-def attend(qkv, dropout):
-    """softmax(q k^T / sqrt(d)) v for texts of one length. qkv: (3, b, heads, L, d). Returns (b, L, heads, d).
+def attend(qkv, dropout, bias=None):
+    """softmax(q k^T / sqrt(d) + bias) v for texts of one length. qkv: (3, b, heads, L, d). Returns (b, L, heads, d).
+
+    bias: what MPNet adds for the distance of key (last) from query, (heads, L, L) float32, or None.
 
     On a CPU torch has no kernel with dropout, and its softmax takes ten times as long over short rows as over long ones: here
     the keys come first. In float32, since code would be generated for each new size of a bfloat16 product, as in `fill`.
     """
     if not dropout.training or qkv.device.type != "cpu":
-        return scaled_dot_product_attention(*qkv, dropout_p=dropout.p if dropout.training else 0.0).transpose(1, 2)
+        bias = None if bias is None else bias.to(qkv.dtype)
+        return scaled_dot_product_attention(*qkv, bias, dropout.p if dropout.training else 0.0).transpose(1, 2)
     with torch.autocast("cpu", enabled=False):
         q, k, v = qkv.to(torch.float32, memory_format=torch.contiguous_format).flatten(1, 2)
-        scores = torch.baddbmm(k.new_zeros(()), k, q.transpose(1, 2), beta=0, alpha=q.shape[2] ** -0.5)
+        added, beta = (k.new_zeros(()), 0) if bias is None else (bias.transpose(1, 2).repeat(qkv.shape[1], 1, 1), 1)
+        scores = torch.baddbmm(added, k, q.transpose(1, 2), beta=beta, alpha=q.shape[2] ** -0.5)
         share = dropout(scores.transpose(0, 1).contiguous().softmax(0)).permute(1, 2, 0).contiguous()
         mixed = (share @ v).view(qkv.shape[1:]).transpose(1, 2)
         return mixed.to(qkv.dtype, memory_format=torch.contiguous_format)
@@ -136,6 +141,24 @@ def minilm_folder():
     return folder
 
 
+def bert_layers(model):
+    """The layers of a BERT-like model without its heads, MPNet's by the names of BERT's, whose parts they are made of."""
+    if model.config.model_type != "mpnet":
+        return model.encoder.layer
+    same = ("hidden_size", "num_attention_heads", "intermediate_size", "hidden_act", "layer_norm_eps", "hidden_dropout_prob",
+            "attention_probs_dropout_prob")
+    config, layers = BertConfig(**{name: getattr(model.config, name) for name in same}), nn.ModuleList()
+    for theirs in model.encoder.layer:
+        with torch.device("meta"):  # nothing is drawn: all weights are replaced
+            layer = BertLayer(config).eval()
+        part, attention = theirs.attention.attn, layer.attention
+        attention.self.query, attention.self.key, attention.self.value = part.q, part.k, part.v
+        attention.output.dense, attention.output.LayerNorm = part.o, theirs.attention.LayerNorm
+        layer.intermediate, layer.output = theirs.intermediate, theirs.output
+        layers.append(layer)
+    return layers
+
+
 def load_masked_lm(name):
     """Tokenizer and masked language model of --encoder: minilm, a local folder or a hub name."""
     transformers_logging.set_verbosity_error()
@@ -143,9 +166,9 @@ def load_masked_lm(name):
     folder = minilm_folder() if name == "minilm" else name
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        model = AutoModelForMaskedLM.from_pretrained(folder, attn_implementation="sdpa", dtype=torch.float32)
+        model = AutoModelForMaskedLM.from_pretrained(folder, dtype=torch.float32)
         # Asked for what Encoder takes of it, so that a lack shows here, as an AttributeError.
-        attrgetter("attention.self.query", "attention.output", "intermediate", "output")(model.base_model.encoder.layer[-1])
+        attrgetter("attention.self.query", "attention.output", "intermediate", "output")(bert_layers(model.base_model)[-1])
         attrgetter("embeddings.position_embeddings")(model.base_model)
         if len(tokenizer) > len(model.get_input_embeddings().weight):
             raise ValueError(f"its tokenizer has {len(tokenizer)} tokens, the model {len(model.get_input_embeddings().weight)}")
@@ -154,7 +177,7 @@ def load_masked_lm(name):
         raise UserError(f"--encoder {name} cannot be loaded ({reason[:120]}): pass --encoder minilm, which comes with "
                         "requirements.txt, or the path of a downloaded model folder") from None
     except AttributeError:
-        raise UserError(f"--encoder {name} is not BERT-like (other layers): pass BERT's, RoBERTa's or the like") from None
+        raise UserError(f"--encoder {name} is not BERT-like (other layers): pass a BERT, a RoBERTa or an MPNet") from None
     return tokenizer, model
 
 
@@ -214,15 +237,18 @@ class Encoder(nn.Module):
         self.device, self.dtype, self.flash = torch.device("cpu"), torch.float32, False
         self.cached, self.cache_gb, self.folder = cached, cache_gb, folder
         model.requires_grad_(False).eval()
-        self.check_like_bert(name, model.base_model)  # on the CPU, where what fails is the encoder's fault and no GPU's
+        layers, self._bias = bert_layers(model.base_model), None
+        if hasattr(model.base_model.encoder, "compute_position_bias"):  # MPNet's; of no use as a parameter: it does not train
+            self._bias = model.base_model.encoder.compute_position_bias(torch.empty(1, self.max_length))[0]
+        self.check_like_bert(name, model.base_model, layers)  # on the CPU, where what fails is the encoder's fault and no GPU's
         self.device, self.dtype = device, dtype
         if device.type != "cpu":
             move_to_gpu(model, device)
+            self._bias = None if self._bias is None else self._bias.to(device)
         # What attend_at_once is made for: bfloat16, a GPU that has it, a torch that was built with the kernel, sizes it takes.
         size = model.config.hidden_size // model.config.num_attention_heads
         self.flash = device.type == "cuda" and dtype == pick_dtype("auto", device) == torch.bfloat16 and (
-            torch.backends.cuda.is_flash_attention_available() and size % 8 == 0 and size <= 256)
-        layers = model.base_model.encoder.layer
+            torch.backends.cuda.is_flash_attention_available() and size % 8 == 0 and size <= 256 and self._bias is None)
         if not 0 < trained_layers < len(layers):
             raise UserError(f"--trained_layers {trained_layers}: --encoder {name} has {len(layers)} layer(s), of which one or "
                             "more train, and one or more, the trunk, do not")
@@ -245,12 +271,12 @@ class Encoder(nn.Module):
         self.hidden_size = model.config.hidden_size
 
     @torch.no_grad()
-    def check_like_bert(self, name, model):
+    def check_like_bert(self, name, model, layers):
         """UserError unless run_layer makes of a text what the model itself does: same names do not make the same layers."""
         ids = self.tokenize(["the same text"]).values
         try:
             x = model.embeddings(input_ids=ids[None])[0]
-            for layer in model.encoder.layer:
+            for layer in layers:
                 x = self.run_layer(layer, x, torch.tensor([len(ids)]))
             alike = torch.allclose(x, model(input_ids=ids[None]).last_hidden_state[0], rtol=1e-3, atol=1e-3)
         except (RuntimeError, IndexError, TypeError):
@@ -301,7 +327,8 @@ class Encoder(nn.Module):
                 context = [projected.new_empty(0, heads, size)]  # for a process that has no row in this batch
                 for block, L in by_row(projected[:T], lengths):
                     qkv = block.view(-1, L, 3, heads, size).permute(2, 0, 3, 1, 4)
-                    context.append(attend(qkv, attention.dropout).flatten(0, 1))
+                    bias = None if self._bias is None else self._bias[:, :L, :L]
+                    context.append(attend(qkv, attention.dropout, bias).flatten(0, 1))
                 context = torch.cat(context).flatten(1)
             if kept is not None:
                 T, context, x = len(kept), context[kept], fill(x[kept])

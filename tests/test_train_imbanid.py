@@ -133,10 +133,13 @@ def test_dropout_drops_its_share_and_keeps_the_mean(dtype):
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
 @pytest.mark.parametrize("b, L", [(1, 2), (3, 7), (40, 20), (2, 33)])
-def test_attention_in_training_is_torchs_own(b, L, dtype, tolerance):
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_attention_in_training_is_torchs_own(with_bias, b, L, dtype, tolerance):
     torch.manual_seed(0)
     qkv = torch.randn(3, b, L, 4, 16).transpose(2, 3).to(dtype).requires_grad_()
-    ours, theirs = attend(qkv, Dropout(0.0)), torch.nn.functional.scaled_dot_product_attention(*qkv.float()).transpose(1, 2)
+    bias = torch.randn(4, L, L) if with_bias else None
+    ours = attend(qkv, Dropout(0.0), bias)
+    theirs = torch.nn.functional.scaled_dot_product_attention(*qkv.float(), bias).transpose(1, 2)
     assert ours.dtype == dtype and torch.allclose(ours.float(), theirs, atol=tolerance)
     gradients = [torch.autograd.grad(y.float().square().sum(), qkv)[0].float() for y in (ours, theirs)]
     assert torch.allclose(*gradients, atol=tolerance)
@@ -911,6 +914,36 @@ def test_half_precision_checkpoints_and_roberta(tiny_encoder, tmp_path):
     encoder = Encoder(str(tmp_path), 600, torch.device("cpu"), torch.float32)
     tokens = encoder.tokenize(["open the door " * 50])
     assert tokens.lengths.tolist() == [64] and encoder.all_features(encoder.trunk(tokens)).isfinite().all()
+
+
+def test_mpnet(tiny_encoder, tmp_path):
+    """Its parts have other names, and its attention adds something for the distance of two tokens."""
+    from transformers import MPNetConfig, MPNetForMaskedLM
+    shutil.copytree(tiny_encoder, tmp_path, dirs_exist_ok=True)
+    config = MPNetConfig(vocab_size=9000, hidden_size=32, num_hidden_layers=3, num_attention_heads=2, intermediate_size=64,
+                         max_position_embeddings=66, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    model = MPNetForMaskedLM(config).eval()
+    torch.nn.init.normal_(model.mpnet.encoder.relative_attention_bias.weight, std=2)
+    model.save_pretrained(tmp_path)
+    encoder = Encoder(str(tmp_path), 600, torch.device("cpu"), torch.float32)
+    tokens = encoder.tokenize(["open the door " * 50, "turn off the light in the hall", ""])
+    assert tokens.lengths.tolist() == [64, 9, 2]
+    hidden, rows = encoder.trunk(tokens), torch.arange(3)
+    with torch.no_grad():
+        want = torch.stack([model.mpnet(row[None]).last_hidden_state[0].mean(0)
+                            for row in tokens.values.split(tokens.lengths.tolist())])
+    assert torch.allclose(encoder.all_features(hidden), want, atol=1e-5)
+    encoder.train()  # attention is written out there
+    z = encoder.features(hidden, rows)
+    assert torch.allclose(z, want, atol=1e-5)
+    encoder._bias += torch.randn(64, 64)
+    assert not torch.allclose(encoder.features(hidden, rows), want, atol=1e-3)
+    encoder.limit_vocabulary(tokens)
+    masked, target = encoder.mask_tokens(tokens, torch.Generator().manual_seed(0))
+    loss, count = encoder.mlm_loss(encoder.trunk(masked), rows, target)
+    (loss + z.sum()).backward()
+    assert count > 5 and all(p.grad.isfinite().all() and p.grad.any() for name, p in encoder.trained_layers.named_parameters()
+                             if "key.bias" not in name)  # of which softmax sees nothing
 
 
 def test_the_longest_text(tiny_encoder):
