@@ -8,7 +8,8 @@ Writes  out/<run>/figures/*.png and report.html; of several runs also out/figure
     python figures.py out/clinc_g10_s0                                             the pictures and the page of a run
     python figures.py out/clinc_g10_s*                                             of each run, and what compares them
     python figures.py mean out/clinc_g10_s0 out/clinc_g10_s1 out/clinc_g10_s2      mean and standard deviation over seeds
-    python figures.py keep out/clinc_g10_s0 out/clinc_g10_s1                       copy results.json to results/<run>.json
+    python figures.py keep out/clinc_g10_s0 out/clinc_g10_s1    copy results.json to results/<run>.json, or where that is of
+                                                               another encoder beside it, to results/<run>_<encoder>.json
     python figures.py results/*_g10_s?_omega* results/*_g10_s?.json                what compares kept runs, in out/figures/
     python figures.py table                                                        the documents' tables, in Markdown
     python figures.py table README.md docs/experiments.md baselines/README.md      the same, put in their places
@@ -167,7 +168,7 @@ def results_table(folder="results"):
     for dataset, gamma, encoder in in_order(groups):
         runs = groups[dataset, gamma, encoder]
         ours = spread(runs, "test")
-        cells = [CORPORA[dataset][0], f"{gamma:g}", encoder, " ".join(str(run["seed"]) for run in runs)]
+        cells = [CORPORA[dataset][0], f"{gamma:g}", Path(encoder).name, " ".join(str(run["seed"]) for run in runs)]
         cells += [f"{mean:.2f}" + (f" ± {sd:.2f}" if len(runs) > 1 else "")
                   for mean, sd in (ours[c] for c in ("ACC", "NMI", "ARI", "known", "novel"))]
         cells += [f"{spread(runs, row)['ACC'][0]:.2f}" for row in ("test_kmeans", "ss_kmeans_raw", "kmeans_raw")]
@@ -884,8 +885,11 @@ def main(words):
             raise UserError(f"{kept[0]} is no folder of out/, whose results.json could be kept")
         Path("results").mkdir(exist_ok=True)
         for path in paths:
-            run, target = read_benchmark(path), Path("results") / f"{Path(path).name}.json"
-            if target.exists() and (there := read_results(target)["encoder"]) != run["encoder"]:
+            run, name = read_benchmark(path), Path(path).name
+            for target in (Path("results") / f"{name}{of}.json" for of in ("", f"_{Path(run['encoder']).name}")):
+                if not target.exists() or (there := read_results(target)["encoder"]) == run["encoder"]:
+                    break
+            else:
                 raise UserError(f"{target} is of encoder {there}, {path} of {run['encoder']}: remove the file first, or keep "
                                 "the run in another checkout")
             write_atomic(target, json.dumps(run, indent=1) + "\n")

@@ -432,14 +432,23 @@ def test_a_mean_names_the_tag(tmp_path, capsys):
         assert f"gamma 4, {tag}, encoder minilm" in said and "1.0 minutes a run, all its stages, peak memory 1.0 GB" in said
 
 
-def test_keeping_a_run_of_another_encoder_over_one_is_refused(tmp_path, monkeypatch, capsys):
+def test_a_run_of_another_encoder_is_kept_beside_the_first_and_never_over_one(tmp_path, monkeypatch):
     out = make_run(tmp_path)
     monkeypatch.chdir(tmp_path)
-    figures.main(["keep", str(out)])
-    (out / "results.json").write_text((out / "results.json").read_text().replace('"minilm"', '"other"'))
-    with pytest.raises(UserError, match="of encoder minilm, .* of other: remove the file"):
+    first = (out / "results.json").read_text()
+
+    def keep(encoder):
+        (out / "results.json").write_text(first.replace('"minilm"', f'"{encoder}"'))
         figures.main(["keep", str(out)])
-    assert '"minilm"' in (tmp_path / "results" / f"{out.name}.json").read_text()
+        return {path.name: json.loads(path.read_text())["encoder"] for path in sorted(Path("results").iterdir())}
+
+    alone = {f"{out.name}.json": "minilm"}
+    assert keep("minilm") == alone
+    both = alone | {f"{out.name}_b.json": "a/b"}
+    assert keep("a/b") == both and keep("a/b") == both and keep("minilm") == both
+    with pytest.raises(UserError, match="of encoder a/b, .* of c/b: remove the file"):
+        keep("c/b")
+    assert keep("minilm") == both
 
 
 def test_the_full_schedule_takes_the_place_of_the_short_one_once_all_its_seeds_have_run(tmp_path):
