@@ -9,6 +9,7 @@ Writes  the screen, one line for each check; its runs lie in a temporary folder
 pytest hides all GPUs: it has to pass without one, and test_gpu.py pretends one. On two GPUs or more nccl runs across two of
 them; on one, two processes share it, each told by NCCL_HOSTID that it is a machine of its own, and meet over the loopback.
 """
+import itertools
 import json
 import os
 import re
@@ -76,6 +77,7 @@ class Check:
         self.folder = folder
         for name, dropout in (("calm", 0.0), ("plain", 0.1)):
             make_encoder(folder / name, hidden_size=64, layers=3, heads=4, dropout=dropout)
+        make_encoder(folder / "mpnet", hidden_size=64, layers=3, heads=4, dropout=0.0, mpnet=True)
         self.task = ("--dataset", "demo", "--gamma", 4, "--data_dir", folder / "data")
         run("make_lt_data.py", *self.task)
 
@@ -230,11 +232,11 @@ class Check:
                 f"{torch.get_num_threads()} threads, {found[1].n_iter} steps")
 
     def batch(self):
-        """Trunk, features, loss and gradients of stage 3 in one batch of texts of all lengths, in both types."""
+        """Trunk, features, loss and gradients of stage 3 in one batch of texts of all lengths, in both types, of two models."""
         texts = ["pay " + "my bill " * (i % 14) + str(i) for i in range(200)]
         found = {}
-        for device, dtype in (("cpu", "float32"), ("cuda", "float32"), ("cuda", "bfloat16")):
-            encoder = Encoder(str(self.folder / "calm"), 32, torch.device(device), getattr(torch, dtype)).train()
+        for name, device, dtype in itertools.product(("calm", "mpnet"), ("cpu", "cuda"), ("float32", "bfloat16")):
+            encoder = Encoder(str(self.folder / name), 32, torch.device(device), getattr(torch, dtype)).train()
             tokens, args = encoder.tokenize(texts), train_imbanid.Args()
             view = encoder.trunk(encoder.replace_tokens(tokens, 0.5, torch.Generator().manual_seed(0)))
             head = torch.nn.Parameter(torch.randn(4, 64, generator=torch.Generator().manual_seed(1)).to(device))
@@ -244,12 +246,13 @@ class Check:
             loss, *_ = train_imbanid.batch_loss(*given)
             loss.backward()
             grads = [p.grad.flatten() for p in (head, *encoder.trained_layers.parameters()) if p.grad is not None]
-            found[device, dtype] = [x.detach().float().cpu() for x in (encoder.all_features(view), loss, torch.cat(grads))]
-        off = {key: [float((x - y).norm() / y.norm()) for x, y in zip(value, found["cpu", "float32"])]
-               for key, value in found.items()}
-        assert max(off["cuda", "float32"]) < 1e-3 and max(off["cuda", "bfloat16"]) < 2e-2, off
+            found[name, device, dtype] = [x.detach().float().cpu()
+                                          for x in (encoder.all_features(view), loss, torch.cat(grads))]
+        off = {key: [float((x - y).norm() / y.norm()) for x, y in zip(value, found[key[0], "cpu", "float32"])]
+               for key, value in found.items() if key[1] == "cuda"}
+        assert all(max(value) < (1e-3 if key[2] == "float32" else 2e-2) for key, value in off.items()), off
         return "features, loss, gradients differ from the CPU's float32 by " + " and by ".join(
-            ", ".join(f"{x:.0e}" for x in off["cuda", dtype]) + f" in {dtype}" for dtype in ("float32", "bfloat16"))
+            ", ".join(f"{x:.0e}" for x in value) + f" in {dtype} ({name})" for (name, _, dtype), value in off.items())
 
 
 def main():

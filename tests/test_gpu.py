@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import TINY_PRETRAIN, TINY_TRAIN
 from pretend_gpu import GPU, pretend_gpu
+from tiny import make_encoder
 
 import predict
 import pretrain
@@ -49,14 +50,16 @@ def test_both_stages_on_a_gpu(monkeypatch, tiny_run, calm_encoder, tmp_path):
         assert line == pytest.approx(expected, rel=1e-3)
 
 
-def test_a_batch_on_a_gpu_is_that_on_the_cpu(monkeypatch, tiny_encoder):
+@pytest.mark.parametrize("mpnet", [False, True])
+def test_a_batch_on_a_gpu_is_that_on_the_cpu(monkeypatch, tmp_path, mpnet):
     """Plan, clean rows, loss and gradient of stage 3, all from the same numbers."""
+    make_encoder(tmp_path, mpnet=mpnet)
     scores = torch.randn(12, 4, generator=torch.Generator().manual_seed(0)).log_softmax(1)
     first_head = torch.randn(4, 32, generator=torch.Generator().manual_seed(1))
     texts = ["pay " + "my bill " * (i % 5) + str(i) for i in range(12)]
 
     def batch(device):
-        encoder = Encoder(str(tiny_encoder), 32, device, torch.float32).eval()
+        encoder = Encoder(str(tmp_path), 32, device, torch.float32).eval()
         tokens, args = encoder.tokenize(texts), train_imbanid.Args()
         view = encoder.trunk(encoder.replace_tokens(tokens, 0.5, torch.Generator().manual_seed(0)))
         log_p, head = scores.to(device), torch.nn.Parameter(first_head.to(device))

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import PATIENCE, REPO, TINY_PRETRAIN, TINY_TRAIN, Started, one_line_error, ranks, read_tsv, script
+from tiny import make_encoder
 from torch.nn.functional import normalize
 
 import pretrain
@@ -916,15 +917,11 @@ def test_half_precision_checkpoints_and_roberta(tiny_encoder, tmp_path):
     assert tokens.lengths.tolist() == [64] and encoder.all_features(encoder.trunk(tokens)).isfinite().all()
 
 
-def test_mpnet(tiny_encoder, tmp_path):
+def test_mpnet(tmp_path):
     """Its parts have other names, and its attention adds something for the distance of two tokens."""
-    from transformers import MPNetConfig, MPNetForMaskedLM
-    shutil.copytree(tiny_encoder, tmp_path, dirs_exist_ok=True)
-    config = MPNetConfig(vocab_size=9000, hidden_size=32, num_hidden_layers=3, num_attention_heads=2, intermediate_size=64,
-                         max_position_embeddings=66, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    model = MPNetForMaskedLM(config).eval()
-    torch.nn.init.normal_(model.mpnet.encoder.relative_attention_bias.weight, std=2)
-    model.save_pretrained(tmp_path)
+    from transformers import MPNetForMaskedLM
+    make_encoder(tmp_path, layers=3, dropout=0.0, mpnet=True)
+    model = MPNetForMaskedLM.from_pretrained(tmp_path)
     encoder = Encoder(str(tmp_path), 600, torch.device("cpu"), torch.float32)
     tokens = encoder.tokenize(["open the door " * 50, "turn off the light in the hall", ""])
     assert tokens.lengths.tolist() == [64, 9, 2]

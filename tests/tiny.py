@@ -1,22 +1,25 @@
-"""A BERT too small to know anything, for the tests and for check_gpu.py, which cannot import conftest: that hides all GPUs."""
+"""Encoders too small to know anything, for the tests and for check_gpu.py, which cannot import conftest: it hides all GPUs."""
 import csv
 from pathlib import Path
 
 import torch
-from transformers import BertConfig, BertForMaskedLM, BertTokenizer
+from transformers import BertConfig, BertForMaskedLM, BertTokenizer, MPNetConfig, MPNetForMaskedLM
 
 DEMO = Path(__file__).resolve().parent.parent / "data/raw/demo/train.tsv"
 
 
-def make_encoder(folder, hidden_size=32, layers=2, heads=2, dropout=0.1):
-    """Random weights and the words of the demo corpus, as a local model folder."""
+def make_encoder(folder, hidden_size=32, layers=2, heads=2, dropout=0.1, mpnet=False):
+    """A BERT or an MPNet of random weights that knows the words of the demo corpus, as a local model folder."""
     with open(DEMO, encoding="utf-8", newline="") as f:
         rows = [*csv.reader(f, delimiter="\t")][1:]
     words = sorted({w for row in rows for w in row[0].lower().split() if w.isalpha()})
-    vocab = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]
+    vocab = ["[PAD]", "[UNK]"][::-1 if mpnet else 1] + ["[CLS]", "[SEP]", "[MASK]", *words]  # where either expects padding
     BertTokenizer(vocab={word: i for i, word in enumerate(vocab)}, do_lower_case=True).save_pretrained(folder)
     torch.manual_seed(0)
-    config = BertConfig(vocab_size=len(vocab), hidden_size=hidden_size, num_hidden_layers=layers, num_attention_heads=heads,
-                        intermediate_size=2 * hidden_size, max_position_embeddings=64, hidden_dropout_prob=dropout,
-                        attention_probs_dropout_prob=dropout)
-    BertForMaskedLM(config).save_pretrained(folder)
+    config, model = (MPNetConfig, MPNetForMaskedLM) if mpnet else (BertConfig, BertForMaskedLM)
+    model = model(config(vocab_size=len(vocab), hidden_size=hidden_size, num_hidden_layers=layers, num_attention_heads=heads,
+                         intermediate_size=2 * hidden_size, max_position_embeddings=64 + 2 * mpnet, hidden_dropout_prob=dropout,
+                         attention_probs_dropout_prob=dropout))  # an MPNet's first places belong to padding
+    if mpnet:
+        torch.nn.init.normal_(model.mpnet.encoder.relative_attention_bias.weight, std=2)  # as drawn it does hardly a thing
+    model.save_pretrained(folder)
