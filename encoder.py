@@ -238,7 +238,7 @@ class Encoder(nn.Module):
         self.cached, self.cache_gb, self.folder = cached, cache_gb, folder
         model.requires_grad_(False).eval()
         layers, self._bias = bert_layers(model.base_model), None
-        if hasattr(model.base_model.encoder, "compute_position_bias"):  # MPNet's; of no use as a parameter: it does not train
+        if model.config.model_type == "mpnet":  # a plain tensor, since it does not train
             self._bias = model.base_model.encoder.compute_position_bias(torch.empty(1, self.max_length))[0]
         self.check_like_bert(name, model.base_model, layers)  # on the CPU, where what fails is the encoder's fault and no GPU's
         self.device, self.dtype = device, dtype
