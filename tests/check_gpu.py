@@ -3,7 +3,7 @@
 Reads   data/raw/demo
 Writes  the screen, one line for each check; its runs lie in a temporary folder
 
-    python tests/check_gpu.py                   about two minutes; exit code 1 where a check fails
+    python tests/check_gpu.py                   two to four minutes; exit code 1 where a check fails
     python tests/check_gpu.py nccl attention    these checks alone
 
 pytest hides all GPUs: it has to pass without one, and test_gpu.py pretends one. On two GPUs or more nccl runs across two of
