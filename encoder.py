@@ -12,6 +12,7 @@ import tempfile
 from operator import attrgetter
 from pathlib import Path
 from pickle import UnpicklingError
+from textwrap import shorten
 
 import torch
 from safetensors import SafetensorError
@@ -199,8 +200,8 @@ def move_to_gpu(model, device):
         row = model.to(device).get_input_embeddings().weight[:1]
         float(row @ row.T)
     except (RuntimeError, AssertionError) as err:  # the latter from a torch that was built without CUDA
-        reason = str(err).strip().splitlines()[0]
-        raise ThisProcessError(f"the GPU cannot be used ({reason[:150]}): pass --device cpu") from None
+        reason = shorten(str(err).strip().splitlines()[0], 150, placeholder=" ...")
+        raise ThisProcessError(f"the GPU cannot be used ({reason}): pass --device cpu") from None
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
 

@@ -40,6 +40,7 @@ import urllib.request
 from collections import Counter
 from dataclasses import dataclass, fields
 from pathlib import Path
+from textwrap import shorten
 
 import numpy as np
 from tqdm import tqdm
@@ -178,8 +179,8 @@ def explain(err, Args):
         return f"cannot use {err.filename or 'the output folder'}: {err.strerror or err}; nothing was left half-written", True
     if isinstance(err, MemoryError) or isinstance(err, RuntimeError) and re.search(NO_MEMORY, str(err)):
         slower = " or, on a GPU, --no_cache" if hasattr(Args, "no_cache") else ""
-        return (f"out of memory ({(text.splitlines() or ['numpy'])[0][:150]}): free some, or pass a smaller "
-                f"--batch_size{slower}; finished epochs are saved"), True
+        reason = shorten((text.splitlines() or ["numpy"])[0], 150, placeholder=" ...")
+        return (f"out of memory ({reason}): free some, or pass a smaller --batch_size{slower}; finished epochs are saved"), True
     if isinstance(err, KeyboardInterrupt):
         if not err.args and not first_process():  # Ctrl-C reaches them all
             os._exit(2)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 from transformers import BertConfig, BertForMaskedLM, BertTokenizer, MPNetConfig, MPNetForMaskedLM
+from transformers.utils import logging
 
 DEMO = Path(__file__).resolve().parent.parent / "data/raw/demo/train.tsv"
 
@@ -22,4 +23,5 @@ def make_encoder(folder, hidden_size=32, layers=2, heads=2, dropout=0.1, mpnet=F
                          attention_probs_dropout_prob=dropout))  # an MPNet's first places belong to padding
     if mpnet:
         torch.nn.init.normal_(model.mpnet.encoder.relative_attention_bias.weight, std=2)  # as drawn it does hardly a thing
+    logging.disable_progress_bar()  # one for a file of a few kB
     model.save_pretrained(folder)
