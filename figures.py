@@ -369,15 +369,16 @@ def ends_table(folder="results"):
         runs = {title: of for title, of in runs.items() if all("test_seeded" in run for run in of)}
         if ours and runs:
             found.append((key, seeds, ours, runs))
-    titles, rows = list(dict.fromkeys(title for *_, runs in found for title in runs)), []
+    methods, rows = {title: of[0]["method"] for *_, runs in found for title, of in runs.items()}, []
+    titles = sorted(methods, key=lambda title: (method_place(methods[title]), title))
     for (dataset, gamma, _), seeds, ours, runs in found:
         acc = {title: {row: np.array([run[row]["ACC"] for run in of]) for row in ENDS if all(row in run for run in of)}
                for title, of in runs.items()}
         own = np.array([run["test"]["ACC"] for run in ours])
         rows.append([CORPORA[dataset][0], f"{gamma:g}", " ".join(map(str, seeds)),
-                     *(" / ".join(f"{acc[title][row].mean():.1f}" if row in acc.get(title, ()) else "-" for row in ENDS)
-                       for title in titles), f"{own.mean():.1f}",
-                     lead(own, {title: acc[title]["test_seeded"] for title in runs if runs[title][0]["method"] != "kmeans"})])
+                     *(" / ".join(f"{acc[title][row].mean():.1f}" if row in acc[title] else "-" for row in ENDS)
+                       if title in acc else "-" for title in titles), f"{own.mean():.1f}",
+                     lead(own, {title: acc[title]["test_seeded"] for title in runs if methods[title] != "kmeans"})])
     return markdown(("corpus", "gamma", "seeds", *titles, "ImbaNID", "its lead over the best seeded"), rows)
 
 
