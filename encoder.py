@@ -12,7 +12,6 @@ import tempfile
 from operator import attrgetter
 from pathlib import Path
 from pickle import UnpicklingError
-from textwrap import shorten
 
 import torch
 from safetensors import SafetensorError
@@ -23,7 +22,7 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer, BertConfig, DataCo
 from transformers.models.bert.modeling_bert import BertLayer
 from transformers.utils import logging as transformers_logging
 
-from make_lt_data import ThisProcessError, UserError, file_sha256
+from make_lt_data import ThisProcessError, UserError, file_sha256, quoted
 
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 CHUNK = 8192  # tokens that a forward pass takes at once, give or take a row; eight times as many on a GPU
@@ -174,8 +173,7 @@ def load_masked_lm(name):
         if len(tokenizer) > len(model.get_input_embeddings().weight):
             raise ValueError(f"its tokenizer has {len(tokenizer)} tokens, the model {len(model.get_input_embeddings().weight)}")
     except (OSError, ValueError, KeyError, ImportError, SafetensorError, RuntimeError, EOFError, UnpicklingError) as err:
-        reason = str(err).strip().split("\n")[0]
-        raise UserError(f"--encoder {name} cannot be loaded ({reason[:120]}): pass --encoder minilm, which comes with "
+        raise UserError(f"--encoder {name} cannot be loaded ({quoted(err)}): pass --encoder minilm, which comes with "
                         "requirements.txt, or the path of a downloaded model folder") from None
     except AttributeError:
         raise UserError(f"--encoder {name} is not BERT-like (other layers): pass a BERT, a RoBERTa or an MPNet") from None
@@ -200,8 +198,7 @@ def move_to_gpu(model, device):
         row = model.to(device).get_input_embeddings().weight[:1]
         float(row @ row.T)
     except (RuntimeError, AssertionError) as err:  # the latter from a torch that was built without CUDA
-        reason = shorten(str(err).strip().splitlines()[0], 150, placeholder=" ...")
-        raise ThisProcessError(f"the GPU cannot be used ({reason}): pass --device cpu") from None
+        raise ThisProcessError(f"the GPU cannot be used ({quoted(err)}): pass --device cpu") from None
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
 

@@ -162,6 +162,11 @@ def run_script(main, Args=None):
         leave(*said)
 
 
+def quoted(text, line=0):
+    """A line of another library's message, as a message of ours quotes it: cut between words, since some go on for a page."""
+    return shorten((str(text).strip().splitlines() or [""])[line], 150, placeholder=" ...")
+
+
 def explain(err, Args):
     """(message, whether every process of torchrun says it or one for all) of an error that a user can mend, else None."""
     goes_on = "; the same command goes on from the last checkpoint" if hasattr(Args, "restart") else ""
@@ -179,8 +184,8 @@ def explain(err, Args):
         return f"cannot use {err.filename or 'the output folder'}: {err.strerror or err}; nothing was left half-written", True
     if isinstance(err, MemoryError) or isinstance(err, RuntimeError) and re.search(NO_MEMORY, str(err)):
         slower = " or, on a GPU, --no_cache" if hasattr(Args, "no_cache") else ""
-        reason = shorten((text.splitlines() or ["numpy"])[0], 150, placeholder=" ...")
-        return (f"out of memory ({reason}): free some, or pass a smaller --batch_size{slower}; finished epochs are saved"), True
+        words = f"out of memory ({quoted(text or 'numpy')}): free some, or pass a smaller --batch_size{slower}"
+        return f"{words}; finished epochs are saved", True
     if isinstance(err, KeyboardInterrupt):
         if not err.args and not first_process():  # Ctrl-C reaches them all
             os._exit(2)

@@ -46,6 +46,7 @@ from make_lt_data import (
     open_table,
     part_of,
     pick_text_column,
+    quoted,
     read_run,
     records,
     run_name,
@@ -153,7 +154,7 @@ def ask_for_name(command, words, examples, proposed, first=True):
                           errors="replace")
     printable = re.sub(r"\x1b\[[0-9;]*m|[\x00-\x09\x0b-\x1f\x7f]", " ", said.stdout)  # a terminal's colours, NUL
     line = next((" ".join(line.split()) for line in printable.splitlines() if line.strip()), "")
-    reason = (said.stderr.strip().splitlines() or [""])[-1][:200]
+    reason = quoted(said.stderr, -1)
     if said.returncode in (126, 127) and first:
         raise UserError(f"--name_command {command!r} cannot be run: {reason}")
     if said.returncode or not line:

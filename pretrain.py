@@ -40,6 +40,7 @@ from make_lt_data import (
     check_positive,
     first_process,
     open_run,
+    quoted,
     run_script,
     write_atomic,
 )
@@ -106,8 +107,7 @@ def load_checkpoint(path):
         system = isinstance(err, OSError) and err.errno != errno.EINVAL
         if system or isinstance(err, MemoryError) or re.search(NO_MEMORY, str(err)):
             raise
-        reason = str(err).strip().split("\n")[0]
-        raise UserError(f"{path} is damaged ({reason[:80]}): delete it and run the same command again") from None
+        raise UserError(f"{path} is damaged ({quoted(err)}): delete it and run the same command again") from None
 
 
 def commit():
@@ -316,9 +316,8 @@ def on_all_processes(device, config, work):
         words = "onnection", "NCCL", "peer", "imed out", "timeout"
         if int(os.environ.get("WORLD_SIZE", 1)) == 1 or not any(word in str(err) for word in words):
             raise
-        reason = str(err).strip().splitlines()[-1].strip()
-        raise ThisProcessError(f"another process died or cannot be reached ({reason[:150]}): the same command goes on from the "
-                               "last checkpoint") from None
+        raise ThisProcessError(f"another process died or cannot be reached ({quoted(err, -1)}): the same command goes on from "
+                               "the last checkpoint") from None
     if world > 1:
         dist.destroy_process_group()
         sys.stdout.flush()
