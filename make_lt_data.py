@@ -169,7 +169,7 @@ def quoted(text, line=0):
 
 def explain(err, Args):
     """(message, whether every process of torchrun says it or one for all) of an error that a user can mend, else None."""
-    goes_on = "; the same command goes on from the last checkpoint" if hasattr(Args, "restart") else ""
+    goes_on = "; the same command goes on from what is saved" if hasattr(Args, "restart") else ""
     text = str(err).strip()
     if isinstance(err, UserError):
         return str(err), isinstance(err, ThisProcessError)
@@ -181,7 +181,8 @@ def explain(err, Args):
     if isinstance(err, OSError) and err.errno in (
             None, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST,
             errno.ENOTEMPTY, errno.EIO, errno.ENAMETOOLONG):
-        return f"cannot use {err.filename or 'the output folder'}: {err.strerror or err}; nothing was left half-written", True
+        words = f"cannot use {err.filename or 'the output folder'}: {err.strerror or err}; nothing was left half-written"
+        return words + goes_on, True
     if isinstance(err, MemoryError) or isinstance(err, RuntimeError) and re.search(NO_MEMORY, str(err)):
         slower = " or, on a GPU, --no_cache" if hasattr(Args, "no_cache") else ""
         words = f"out of memory ({quoted(text or 'numpy')}): free some, or pass a smaller --batch_size{slower}"
@@ -283,6 +284,9 @@ def write_atomic(path, content):
         if path.parent.exists():
             raise
         raise UserError(f"cannot write {path}: there is no folder {path.parent}/ any more") from None
+    except OSError as err:  # a full disk does not say of which file
+        err.filename = err.filename or str(path)
+        raise
     finally:
         part.unlink(missing_ok=True)
 

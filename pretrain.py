@@ -125,16 +125,16 @@ def commit():
 
 @contextmanager
 def signals_held():
-    """Ctrl-C and SIGTERM wait until the block is done: torch's zip writer would make an error of its own of them."""
+    """Ctrl-C and SIGTERM wait until the block is done. Yields the list of those that came, empty as long as none has."""
     came = []
     before = {which: signal.signal(which, lambda number, _: came.append(number)) for which in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield came
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        for number in came[:1]:
-            signal.raise_signal(number)
+    for number in came[:1]:  # not after an error, which is what there is to say then
+        signal.raise_signal(number)
 
 
 def save_checkpoint(path, **state):
@@ -144,7 +144,7 @@ def save_checkpoint(path, **state):
         except RuntimeError as err:  # its zip writer hides a full disk behind one of its own
             raise err.__context__ if isinstance(err.__context__, OSError) else err from None
 
-    with signals_held():
+    with signals_held():  # torch's zip writer would make an error of its own of them
         write_atomic(path, write)
 
 
@@ -191,6 +191,11 @@ def seed_epoch(seed, epoch, rank=0, step=0):
     """
     torch.manual_seed(1_000_003 * (seed + 1) + 1009 * epoch + rank + 15_485_863 * step)
     return torch.Generator().manual_seed(1_000_003 * (seed + 1) + 1009 * epoch)
+
+
+def dropout_generator(device):
+    """The module whose get_rng_state and set_rng_state are those of the generator that dropout draws from on device."""
+    return torch.cuda if device.type == "cuda" else torch
 
 
 def trained_state(module):
@@ -324,28 +329,36 @@ def on_all_processes(device, config, work):
         os._exit(0)  # gloo's threads now and then abort a process that tears itself down
 
 
-def joint_step(loss, optimizer, where, rows):
+def rates_of(optimizer):
+    return " and ".join(f"{group['lr']:.1e}" for group in optimizer.param_groups)
+
+
+def joint_step(loss, optimizer, where, rows, came=()):
     """An optimizer step with the gradients of all processes' shares of the loss summed, and clipped to 1.0.
 
-    where and rows, training rows of the batch (this process's or all), are for the UserError of a gradient that is not finite.
+    where and rows, training rows of the batch (this process's or all), are for the UserError of a loss or a gradient that is
+    not finite. came: what signals_held yields. Returns whether a signal came to any process, so that all stop at one step.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     optimizer.zero_grad()
     if loss.requires_grad:  # a process may have no row in a batch
         loss.backward()
-    flat = sum_over_ranks(torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters]))
+    beside = torch.stack([loss.detach().float(), loss.new_tensor(bool(came), dtype=torch.float32)])
+    flat = sum_over_ranks(torch.cat(
+        [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters] + [beside]))
     if not torch.isfinite(flat).all():
         parts = [rows.tolist()]
         if dist.is_initialized():
             parts = [None] * dist.get_world_size()
             dist.all_gather_object(parts, rows.tolist())
-        rates = " and ".join(f"{group['lr']:.1e}" for group in optimizer.param_groups)
-        raise UserError(f"a gradient is not finite in {where}, at lr {rates}: try a smaller --lr or --dtype float32; the last "
-                        f"checkpoint is from before. Training rows of the batch: {sorted({*sum(parts, [])})}")
-    for p, g in zip(parameters, flat.split([p.numel() for p in parameters])):
+        raise UserError(f"the loss or a gradient is not finite in {where}, at lr {rates_of(optimizer)}: try a smaller --lr or "
+                        f"--dtype float32; the last checkpoint is from before. Training rows of the batch: "
+                        f"{sorted({*sum(parts, [])})}")
+    for p, g in zip(parameters, flat[:-2].split([p.numel() for p in parameters])):
         p.grad = g.view_as(p)
     nn.utils.clip_grad_norm_(parameters, 1.0)
     optimizer.step()
+    return bool(flat[-1] > 0)
 
 
 def check_weights(optimizer, where):
@@ -353,8 +366,8 @@ def check_weights(optimizer, where):
     parameters = [p.detach() for group in optimizer.param_groups for p in group["params"] if p.numel()]
     largest = float(torch.stack([p.abs().max() for p in parameters]).max())  # Python's own max may pass over a nan
     if not largest < 1e4:
-        raise UserError(f"a weight of {largest:.0e} after {where}: try a smaller --lr or --dtype float32; the last "
-                        "checkpoint is from before")
+        raise UserError(f"a weight of {largest:.0e} after {where}, at lr {rates_of(optimizer)}: try a smaller --lr or --dtype "
+                        "float32; the last checkpoint is from before")
 
 
 # ---- pre-training ----
@@ -376,15 +389,18 @@ def batch_loss(encoder, classifier, hidden, masked, target, label, rows, drawn, 
     return ce, mlm
 
 
-def train_epoch(encoder, classifier, optimizer, hidden, masked, target, label, args, epoch, step, sums, rank, world):
+def train_epoch(encoder, classifier, optimizer, hidden, masked, target, label, args, epoch, came, step, sums, rng, rank, world):
     """One pass over all rows in random order, a labelled batch beside every batch, from behind its first `step` batches on.
 
     Yields (step, sums) after every SAVE_STEPS batches and after the last, for a checkpoint: the batches done and the sums of
     their CE and MLM losses (2,), of all processes; sums comes in as it was yielded, on process 0, and as zeros on the others.
+    Once a signal has come (joint_step) it yields after that batch and ends; rng is then what dropout's generator goes on from.
     Every process draws the same batches, of which batch_loss takes its rows. Without a labelled row there is no
     cross-entropy.
     """
     done, generator = step, seed_epoch(args.seed, epoch, rank, step)
+    if rng is not None:
+        dropout_generator(encoder.device).set_rng_state(rng)
     encoder.train()
     labelled = torch.where(label >= 0)[0]
     batches = torch.randperm(len(label), generator=generator).to(encoder.device).split(args.batch_size)
@@ -392,11 +408,15 @@ def train_epoch(encoder, classifier, optimizer, hidden, masked, target, label, a
     beside = [labelled[torch.randint(max(1, len(labelled)), (size,), generator=generator)] for _ in batches]
     for step, (rows, drawn) in enumerate(list(zip(batches, beside))[done:], done + 1):
         ce, mlm = batch_loss(encoder, classifier, hidden, masked, target, label, rows, drawn, args, rank, world)
-        joint_step(ce + mlm, optimizer, f"epoch {epoch}, step {step} of {len(batches)}", torch.cat([rows, drawn]))
+        where = f"epoch {epoch}, step {step} of {len(batches)}"
+        stopped = joint_step(ce + mlm, optimizer, where, torch.cat([rows, drawn]), came)
         sums = sums + torch.stack([ce.detach(), mlm.detach()])
-        if step % SAVE_STEPS == 0 or step == len(batches):
-            yield step, sum_over_ranks(sums.clone())
+        if step % SAVE_STEPS == 0:
             seed_epoch(args.seed, epoch, rank, step)
+        if stopped or step % SAVE_STEPS == 0 or step == len(batches):
+            yield step, sum_over_ranks(sums.clone())
+        if stopped:
+            return
 
 
 def dev_result(z, classifier, label, temperature):
@@ -476,7 +496,8 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
     epochs = min(args.epochs, math.ceil(args.max_steps / steps))
     tells = len(dev_label) and meta["num_known"] > 1  # with one known class every dev loss is 0
     epoch, log, best = 0, [], {"epoch": 0}
-    begun = 0, torch.zeros(2, device=device)  # batches of the next epoch that are done already, and the sums of their losses
+    fresh = 0, torch.zeros(2, device=device), None
+    begun = fresh  # batches of the next epoch that are done already, the sums of their losses, dropout's generator after them
     found = open_checkpoint(part, config, args.restart)
     if found:
         load_trained_layers(encoder, found)
@@ -484,7 +505,7 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
         classifier.data.copy_(found["classifier"])
         optimizer.load_state_dict(found["optimizer"])
         epoch, log, best = found["epoch"], found["log"], found["best"]
-        begun = found["step"], found["sums"].to(device) * (rank == 0)
+        begun = found["step"], found["sums"].to(device) * (rank == 0), found.get("rng") if rank == 0 else None
         start -= found["seconds"]
         if rank == 0:
             print(f"resuming {part} after epoch {epoch}" + f" and {begun[0]} batches" * (begun[0] > 0))
@@ -493,7 +514,8 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
     def save(epoch, step, sums):
         if rank == 0:
             save_checkpoint(part, **state(), optimizer=optimizer.state_dict(), epoch=epoch, step=step, sums=sums.cpu(), log=log,
-                            best=best, config=config, seconds=time.time() - start)
+                            rng=dropout_generator(device).get_rng_state() if step else None, best=best, config=config,
+                            seconds=time.time() - start)
 
     out.mkdir(parents=True, exist_ok=True)
     masked = target = None
@@ -505,23 +527,26 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
                 masked, target = encoder.mask_tokens(tokens["train"], drawing)
                 masked = encoder.cache(masked)
             epoch += 1
-            for step, sums in train_epoch(encoder, classifier, optimizer, hidden["train"], masked, target, label, args, epoch,
-                                          *begun, rank, world):
-                check_weights(optimizer, f"epoch {epoch}, step {step} of {steps}")
-                bar.update(steps * (epoch - 1) + step - bar.n)
+            with signals_held() as came:  # until what was done is saved
+                for step, sums in train_epoch(encoder, classifier, optimizer, hidden["train"], masked, target, label, args,
+                                              epoch, came, *begun, rank, world):
+                    check_weights(optimizer, f"epoch {epoch}, step {step} of {steps}")
+                    bar.update(steps * (epoch - 1) + step - bar.n)
+                    if step < steps:
+                        save(epoch - 1, step, sums)
                 if step < steps:
-                    save(epoch - 1, step, sums)
-            ce, mlm = (sums / steps).tolist()
-            begun = 0, torch.zeros(2, device=device)
-            z = unit_features("dev")
-            judged = dev_result(z, classifier, dev_label, args.temperature) if rank == 0 else (0.0, 0.0)  # one for all
-            loss, accuracy = sum_over_ranks(torch.tensor(judged, dtype=torch.float64, device=device)).tolist()
-            log.append({"epoch": epoch, "ce": ce, "mlm": mlm, "dev_loss": loss, "dev_accuracy": accuracy})
-            better = best["epoch"] == 0 or not tells or (
-                loss < best["dev_loss"] if args.select == "loss" else accuracy > best["dev_accuracy"])
-            if better:
-                best = {**state(), **log[-1]}
-            save(epoch, *begun)
+                    raise KeyboardInterrupt
+                ce, mlm = (sums / steps).tolist()
+                begun = fresh
+                z = unit_features("dev")
+                judged = dev_result(z, classifier, dev_label, args.temperature) if rank == 0 else (0.0, 0.0)  # one for all
+                loss, accuracy = sum_over_ranks(torch.tensor(judged, dtype=torch.float64, device=device)).tolist()
+                log.append({"epoch": epoch, "ce": ce, "mlm": mlm, "dev_loss": loss, "dev_accuracy": accuracy})
+                better = best["epoch"] == 0 or not tells or (
+                    loss < best["dev_loss"] if args.select == "loss" else accuracy > best["dev_accuracy"])
+                if better:
+                    best = {**state(), **log[-1]}
+                save(epoch, *fresh[:2])
             bar.set_postfix(epoch=epoch, dev=f"{accuracy:.2f}", best=f"{best['dev_accuracy']:.2f}")
     if rank > 0:
         return

@@ -55,6 +55,7 @@ from pretrain import (
     check_same_checkpoint,
     check_weights,
     commit,
+    dropout_generator,
     gather_rows,
     joint_step,
     load_trained_layers,
@@ -66,6 +67,7 @@ from pretrain import (
     save_checkpoint,
     seed_epoch,
     settings,
+    signals_held,
     sum_over_ranks,
     trained_state,
 )
@@ -198,25 +200,30 @@ def batch_loss(encoder, head, hidden, view, rows, pseudo_label, confidence, clea
     return args.omega * contrastive + (1 - args.omega) * ce, contrastive.detach(), ce.detach()
 
 
-def train_epoch(encoder, head, optimizer, schedule, hidden, view, pseudo_label, confidence, clean, steps, args, epoch, step,
-                sums, rank, world):
+def train_epoch(encoder, head, optimizer, schedule, hidden, view, pseudo_label, confidence, clean, steps, args, epoch, came,
+                step, sums, rng, rank, world):
     """`steps` batches over this process's rows, from behind the first `step` on.
 
     hidden, view: Packed, and pseudo_label, confidence, clean (n,): all of this process's rows. sums: (2,), of the first `step`.
-    Yields (step, sums) as pretrain.py's train_epoch does, of the contrastive and the cross-entropy loss.
+    came, rng: see pretrain.py's train_epoch. Yields (step, sums) as that does, of the contrastive and the cross-entropy loss.
     """
     done, generator = step, seed_epoch(args.seed, epoch, rank, step)
+    if rng is not None:
+        dropout_generator(encoder.device).set_rng_state(rng)
     generator.manual_seed(generator.initial_seed() + 104729 * rank)  # or rows p and p + 1 would meet in every batch
     encoder.train()
     batches = torch.randperm(len(hidden), generator=generator).to(encoder.device).tensor_split(steps)
     for step, rows in enumerate(batches[done:], done + 1):
         loss, contrastive, ce = batch_loss(encoder, head, hidden, view, rows, pseudo_label, confidence, clean, args)
-        joint_step(loss, optimizer, f"epoch {epoch}, step {step} of {steps}", rank + world * rows)
+        stopped = joint_step(loss, optimizer, f"epoch {epoch}, step {step} of {steps}", rank + world * rows, came)
         schedule.step()
         sums = sums + torch.stack([contrastive, ce])
-        if step % SAVE_STEPS == 0 or step == steps:
-            yield step, sum_over_ranks(sums.clone())
+        if step % SAVE_STEPS == 0:
             seed_epoch(args.seed, epoch, rank, step)
+        if stopped or step % SAVE_STEPS == 0 or step == steps:
+            yield step, sum_over_ranks(sums.clone())
+        if stopped:
+            return
 
 
 def versions():
@@ -494,15 +501,15 @@ def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, s
         optimizer, lambda step: 0.5 + 0.5 * math.cos(math.pi * step / max(1, steps * epochs)))
     lambda2 = lambda2_of(args)
     start, epoch, log, view = time.time(), 0, [], None
-    fresh = 0, torch.zeros(2, device=encoder.device)
-    begun = fresh  # batches of the next epoch that are done already, and the sums of their losses
+    fresh = 0, torch.zeros(2, device=encoder.device), None
+    begun = fresh  # batches of the next epoch that are done already, the sums of their losses, dropout's generator after them
     potential, marginal = None, torch.full((K,), 1 / K, dtype=torch.float64, device=encoder.device)
     if found:
         load_trained_layers(encoder, found)
         optimizer.load_state_dict(found["optimizer"])
         schedule.load_state_dict(found["schedule"])
         epoch, log = found["epoch"], found["log"]
-        begun = found["step"], found["sums"].to(encoder.device) * (rank == 0)
+        begun = found["step"], found["sums"].to(encoder.device) * (rank == 0), found.get("rng") if rank == 0 else None
         potential, marginal = found["potential"].to(encoder.device), found["marginal"].to(encoder.device)
         assigned, solved = [x.to(encoder.device) for x in found["assigned"]], found["solved"]
 
@@ -527,6 +534,7 @@ def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, s
             write_atomic(out / "log.jsonl", "".join(json.dumps(line) + "\n" for line in log))
             save_checkpoint(out / "last.pt", trained_layers=trained_state(encoder.trained_layers), trunk=encoder.fingerprint,
                             head=head.detach().cpu(), optimizer=optimizer.state_dict(), schedule=schedule.state_dict(),
+                            rng=dropout_generator(encoder.device).get_rng_state() if step else None,
                             epoch=epoch, step=step, sums=sums.cpu(), log=log, assigned=[x.cpu() for x in assigned],
                             solved=solved, potential=potential.cpu(), marginal=marginal.cpu(), config=config,
                             seconds=seconds | {"train": seconds.get("train", 0.0) + time.time() - start})
@@ -544,27 +552,28 @@ def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, s
                 view = encoder.cache(encoder.replace_tokens(tokens["train"], args.replace_rate, drawing))
             own = (x[rank::world] for x in (pseudo_label, confidence, clean))
             epoch += 1
-            for step, sums in train_epoch(encoder, head, optimizer, schedule, hidden["train"], view, *own, steps, args, epoch,
-                                          *begun, rank, world):
-                check_weights(optimizer, f"epoch {epoch}, step {step} of {steps}")
-                bar.update(steps * (epoch - 1) + step - bar.n)
+            with signals_held() as came:  # until what was done is saved
+                for step, sums in train_epoch(encoder, head, optimizer, schedule, hidden["train"], view, *own, steps, args,
+                                              epoch, came, *begun, rank, world):
+                    check_weights(optimizer, f"epoch {epoch}, step {step} of {steps}")
+                    bar.update(steps * (epoch - 1) + step - bar.n)
+                    if step < steps:
+                        save(epoch - 1, step, sums)
                 if step < steps:
-                    save(epoch - 1, step, sums)
-            contrastive, ce = (sums / steps).tolist()
-            begun = fresh
-            predicted = (encoder.all_features(hidden["dev"]) @ normalize(head.detach(), dim=1).T).argmax(1)
-            right = int(sum_over_ranks((predicted == label["dev"][rank::world]).sum()))
-            if rank > 0:
-                continue
-            log.append({"epoch": epoch, "contrastive": contrastive, "ce": ce, "clean": float(clean.float().mean()),
-                        "confidence": float(confidence.mean()), **solved,
-                        "beta_max": float(beta.max()), "beta_min": float(beta.min()),
-                        "dev_accuracy": 100 * right / len(label["dev"]) if len(label["dev"]) else None})
-            save(epoch, *begun)
+                    raise KeyboardInterrupt
+                contrastive, ce = (sums / steps).tolist()
+                begun = fresh
+                predicted = (encoder.all_features(hidden["dev"]) @ normalize(head.detach(), dim=1).T).argmax(1)
+                right = int(sum_over_ranks((predicted == label["dev"][rank::world]).sum()))
+                log.append({"epoch": epoch, "contrastive": contrastive, "ce": ce, "clean": float(clean.float().mean()),
+                            "confidence": float(confidence.mean()), **solved,
+                            "beta_max": float(beta.max()), "beta_min": float(beta.min()),
+                            "dev_accuracy": 100 * right / len(label["dev"]) if len(label["dev"]) else None})
+                save(epoch, *fresh[:2])
             bar.set_postfix(epoch=epoch, dev=f"{right / max(1, len(label['dev'])):.1%}", clean=f"{log[-1]['clean']:.2f}")
     assigned, potential, marginal, solved = assign()
     if epoch == 0:  # --epochs 0: what the head was seeded with
-        save(0, *fresh)
+        save(0, *fresh[:2])
     return epoch, assigned
 
 

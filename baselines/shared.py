@@ -223,7 +223,7 @@ def train(run, stage, heads, batch_loss, *, epochs, batch_size, lr, rows=None, b
         optimizer.zero_grad()
         loss.backward()
         number, rate = schedule.last_epoch + 1, schedule.get_last_lr()[0]
-        if not torch.isfinite(nn.utils.clip_grad_norm_(parameters, 1.0)):
+        if not torch.isfinite(nn.utils.clip_grad_norm_(parameters, 1.0) + loss.detach()):
             where = f"step {number} of {stage} (epoch {memory['epoch']}), at lr {rate:.1e}"
             raise UserError(f"the loss is {loss.item()} or a gradient not finite in {where}: try a smaller --lr or --dtype "
                             f"float32; finished epochs are saved. Training rows of the batch: {sorted(rows.tolist())}")

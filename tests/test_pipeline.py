@@ -141,6 +141,17 @@ def test_the_real_encoder_learns_something(real_minilm_run):
     assert f"{results['test']['ACC']:.2f}" in said
 
 
+def test_on_two_threads_the_same_seed_gives_the_same_bytes(real_minilm_run):
+    out, ends = real_minilm_run[0], []
+    task = ("--dataset", "demo", "--gamma", 10, "--seed", 5, "--data_dir", out.parents[1] / "data", "--out_dir", out.parent)
+    for tag in ("threads", "threads_again"):
+        script("train_imbanid.py", *task, "--epochs", 1, "--swaps", 20, "--tag", tag, env={"OMP_NUM_THREADS": "2"})
+        ends.append(out.with_name(f"{out.name}_{tag}"))
+    assert json.loads((ends[0] / "results.json").read_text())["threads"] == 2
+    for name in ("test_pred.npy", "pseudo_label.npy", "confidence.npy", "beta.npy", "train_feature.npy", "test_feature.npy"):
+        assert (ends[0] / name).read_bytes() == (ends[1] / name).read_bytes(), name
+
+
 def test_mean_and_keep(real_minilm_run, tmp_path):
     out, _ = real_minilm_run
     results = json.loads((out / "results.json").read_text())
