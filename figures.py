@@ -435,9 +435,11 @@ def other_settings_table(folder="results"):
         flags = [flag for flag in first if flag != "pretrain" and any(config[flag] != first[flag] for config in configs)]
         rows += [[method_title(sides[0][0]), CORPORA[key[0]][0], f"{key[1]:g}", " ".join(map(str, seeds)),
                   " ".join(f"--{flag} {config[flag]}" for flag in flags), *method_cells(runs),
-                  f"{spread(runs, 'test_held')['ACC'][0]:.2f}" if all("test_held" in run for run in runs) else ""]
+                  f"{spread(runs, 'test_held')['ACC'][0]:.2f}" if all("test_held" in run for run in runs) else "",
+                  f"{spread(runs, 'ss_kmeans_raw')['ACC'][0]:.2f}"]
                  for runs, config in zip(sides, configs)]
-    columns = "method", "corpus", "gamma", "seeds", "settings", *METHOD_COLUMNS, "ACC (C)" + HELD
+    columns = ("method", "corpus", "gamma", "seeds", "settings", *METHOD_COLUMNS, "ACC (C)" + HELD,
+               "semi-sup. k-means (10 starts), ACC")
     return markdown(columns, rows)
 
 
