@@ -9,7 +9,8 @@ Writes  out/<run>/figures/*.png and report.html; of several runs also out/figure
     python figures.py out/clinc_g10_s*                                             of each run, and what compares them
     python figures.py mean out/clinc_g10_s0 out/clinc_g10_s1 out/clinc_g10_s2      mean and standard deviation over seeds
     python figures.py keep out/clinc_g10_s0 out/clinc_g10_s1    copy results.json to results/<run>.json, or where that is of
-                                                               another encoder beside it, to results/<run>_<encoder>.json
+                                                               another encoder beside it, to results/<run>_<encoder>.json;
+                                                               of runs in out/dev/ to results/dev/ (tests/hide_classes.py)
     python figures.py results/*_g10_s?_omega* results/*_g10_s?.json                what compares kept runs, in out/figures/
     python figures.py table                                                        the documents' tables, in Markdown
     python figures.py table README.md docs/experiments.md baselines/README.md      the same, put in their places
@@ -494,6 +495,34 @@ def settings_table(folder="results"):
     return markdown(columns, rows)
 
 
+def dev_table(folder="results"):
+    """docs/experiments.md's table of settings on dev with hidden classes (tests/hide_classes.py), of results/dev/; or empty.
+
+    ACC under C of each seed, then the mean difference to the run of tag "default" over all splits, with a paired t-test.
+    """
+    runs, rows = {}, []
+    for run in read_kept(Path(folder) / "dev"):
+        runs.setdefault(run["tag"], {})[run["dataset"], run["gamma"], run["seed"]] = run
+    default = runs.pop("default", {})
+    for tag, by_split in [("default", default), *runs.items()] if default else ():
+        splits = in_order(default.keys() & by_split.keys())
+        if not splits:
+            continue
+        flags = [f"pretrain.py --{flag} {value}" for flag, value in by_split[splits[0]]["config"]["pretrain"].items()
+                 if flag not in ("data", "weights") and value != default[splits[0]]["config"]["pretrain"][flag]]
+        flags += [f"--{flag} {value}" for flag, value in by_split[splits[0]]["config"].items()
+                  if flag != "pretrain" and value != default[splits[0]]["config"][flag]]
+        cells = [", ".join(f"{by_split[split]['test']['ACC']:.1f}" for split in splits if split[0] == dataset)
+                 for dataset in PAPER_CORPORA]
+        for row in ("test", "test_kmeans") if tag != "default" else ():
+            both = np.array([[side[split][row]["ACC"] for split in splits] for side in (by_split, default)])
+            p = paired_test(*both)
+            cells.append(f"{(both[0] - both[1]).mean():+.2f}{p and f' ({p})'}")
+        rows.append([" ".join(flags).removesuffix(" True") or "the defaults", *cells, *[""] * (5 - len(cells))])
+    return markdown(("setting, on dev with hidden classes", *(CORPORA[dataset][0] for dataset in PAPER_CORPORA),
+                     "ACC (C) minus the defaults'", "ACC (T) minus the defaults'"), rows)
+
+
 def transport_tables(folder="results"):
     """The tables on rot.py, built from results/bench_rot.json (tests/bench_rot.py --keep); empty without it."""
     if not (path := Path(folder) / "bench_rot.json").exists():
@@ -554,7 +583,7 @@ def gpu_table(folder="results"):
                      "GPU busy, uncached float32", "of the matrix rate", "GB"], rows)
 
 
-TABLES = (headline_table, results_table, ablation_table, settings_table, overview_table, groups_table, leads_table,
+TABLES = (headline_table, results_table, ablation_table, settings_table, dev_table, overview_table, groups_table, leads_table,
           ends_table, methods_table, other_settings_table, schedules_table, transport_tables, speed_table,
           gpu_table)  # what `table` builds
 
@@ -901,10 +930,11 @@ def main(words):
     elif command == "keep":
         if kept := [path for path in paths if not Path(path).is_dir()]:
             raise UserError(f"{kept[0]} is no folder of out/, whose results.json could be kept")
-        Path("results").mkdir(exist_ok=True)
         for path in paths:
             run, name = read_benchmark(path), Path(path).name
-            for target in (Path("results") / f"{name}{of}.json" for of in ("", f"_{Path(run['encoder']).name}")):
+            results = Path("results") / ("dev" if Path(path).resolve().parent.name == "dev" else "")
+            results.mkdir(parents=True, exist_ok=True)
+            for target in (results / f"{name}{of}.json" for of in ("", f"_{Path(run['encoder']).name}")):
                 if not target.exists() or (there := read_results(target)["encoder"]) == run["encoder"]:
                     break
             else:

@@ -458,6 +458,30 @@ def test_a_run_of_another_encoder_is_kept_beside_the_first_and_never_over_one(tm
     assert keep("minilm") == both
 
 
+def test_runs_on_dev_are_kept_apart_and_tabled_beside_the_defaults(tmp_path, monkeypatch):
+    folders = []
+    for tag, flags, acc in (("default", {}, (80, 70)), ("tau1", {"tau": 1.0}, (81, 72)), ("no_mlm", {}, (79, 69)),
+                            ("alone", {"tau": 2.0}, ())):
+        for seed, one in enumerate(acc or (50,), start=0 if acc else 5):
+            out = make_run(tmp_path, seed, tag)
+            results = json.loads((out / "results.json").read_text())
+            config = results["config"] | {"tau": 0.07, "pretrain": {"no_mlm": tag == "no_mlm", "data": seed, "lr": 1}} | flags
+            results |= {"dataset": "clinc", "config": config, "test": SCORES | {"ACC": one}, "test_kmeans": SCORES}
+            folders.append(tmp_path / "out/dev" / out.name.replace("demo", "clinc"))
+            folders[-1].mkdir(parents=True)
+            (folders[-1] / "results.json").write_text(json.dumps(results))
+    monkeypatch.chdir(tmp_path)
+    assert figures.dev_table() == ""
+    figures.main(["keep", *map(str, folders)])
+    assert {path.name for path in Path("results/dev").iterdir()} == {f"{folder.name}.json" for folder in folders}
+    assert not figures.read_kept("results"), "they are no scores on a test set"
+    found = [line.strip("|").split("|") for line in figures.dev_table().splitlines()[2:]]
+    assert [[cell.strip() for cell in row] for row in found] == [
+        ["the defaults", "80.0, 70.0", "", "", "", ""],
+        ["pretrain.py --no_mlm", "79.0, 69.0", "", "", "-1.00 (each)", "+0.00"],
+        ["--tau 1.0", "81.0, 72.0", "", "", "+1.50 (p 0.2)", "+0.00"]]
+
+
 def test_the_full_schedule_takes_the_place_of_the_short_one_once_all_its_seeds_have_run(tmp_path):
     for method, tag, acc, seeds in (("imbanid", "", 80, (0, 1)), ("gcd", "", 70, (0, 1)), ("gcd", "full", 60, (0, 1)),
                                     ("usnid", "", 50, (0, 1)), ("usnid", "full", 99, (1,)), ("imbanid", "full", 99, (0, 1))):

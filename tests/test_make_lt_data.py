@@ -234,3 +234,24 @@ def test_a_folder_made_with_another_seed_is_refused(tmp_path, tiny_run):
     one_line_error(done, "seed 0, not 1")
     done = script("make_lt_data.py", "--dataset", "demo", "--gamma", 4, "--seed", 1, "--data_dir", tmp_path / "data", ok=False)
     one_line_error(done, "seed 0, not 1", "remove it")
+
+
+def test_hidden_classes_leave_nothing_of_the_test_set_and_no_label_of_their_own(tmp_path, tiny_raw):
+    task = ("--dataset", "demo", "--gamma", 4, "--seed", 0)
+    script("make_lt_data.py", *task, "--raw_dir", tiny_raw, "--data_dir", tmp_path)
+    said = script("tests/hide_classes.py", tmp_path / "demo_g4_s0").stdout
+    before, after = (read_run(folder / "demo_g4_s0") for folder in (tmp_path, tmp_path / "dev"))
+    known, visible = before[3]["num_known"], after[3]["num_known"]
+    assert visible == known - round(known / 4) and f"{visible} of {before[3]['num_classes']} classes stay known" in said
+    assert after[0]["train"] == before[0]["train"] and after[0]["test"] == before[0]["dev"]
+    names = [[[names[k] if k >= 0 else "" for k in labels[split]] for split in ("train", "dev", "test")]
+             for _, labels, names, _ in (before, after)]
+    hidden = set(before[2][:known]) - set(after[2][:visible])
+    assert len(hidden) == known - visible and sorted(before[2]) == sorted(after[2])
+    assert names[1][0] == ["" if name in hidden else name for name in names[0][0]]
+    assert names[1][2] == names[0][1] and names[1][1] == [name for name in names[0][1] if name not in hidden]
+    truth = [[found[2][k] for k in np.load(folder / "demo_g4_s0/train_truth.npy")]
+             for found, folder in ((before, tmp_path), (after, tmp_path / "dev"))]
+    assert truth[0] == truth[1]
+    one_line_error(script("tests/hide_classes.py", ok=False), "usage")
+    one_line_error(script("tests/hide_classes.py", tmp_path / "gone", ok=False), "make_lt_data.py")
