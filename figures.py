@@ -10,7 +10,7 @@ Writes  out/<run>/figures/*.png and report.html; of several runs also out/figure
     python figures.py mean out/clinc_g10_s0 out/clinc_g10_s1 out/clinc_g10_s2      mean and standard deviation over seeds
     python figures.py keep out/clinc_g10_s0 out/clinc_g10_s1    copy results.json to results/<run>.json, or where that is of
                                                                another encoder beside it, to results/<run>_<encoder>.json;
-                                                               of runs in out/dev/ to results/dev/ (tests/hide_classes.py)
+                                                               of runs on dev to results/dev/ (tests/hide_classes.py)
     python figures.py results/*_g10_s?_omega* results/*_g10_s?.json                what compares kept runs, in out/figures/
     python figures.py table                                                        the documents' tables, in Markdown
     python figures.py table README.md docs/experiments.md baselines/README.md      the same, put in their places
@@ -498,27 +498,29 @@ def settings_table(folder="results"):
 def dev_table(folder="results"):
     """docs/experiments.md's table of settings on dev with hidden classes (tests/hide_classes.py), of results/dev/; or empty.
 
-    ACC under C of each seed, then the mean difference to the run of tag "default" over all splits, with a paired t-test.
+    ACC under C of each seed, then the mean difference to the runs of tag "default" over all splits, with a paired t-test.
     """
-    runs, rows = {}, []
-    for run in read_kept(Path(folder) / "dev"):
-        runs.setdefault(run["tag"], {})[run["dataset"], run["gamma"], run["seed"]] = run
-    default = runs.pop("default", {})
-    for tag, by_split in [("default", default), *runs.items()] if default else ():
-        splits = in_order(default.keys() & by_split.keys())
-        if not splits:
-            continue
-        flags = [f"pretrain.py --{flag} {value}" for flag, value in by_split[splits[0]]["config"]["pretrain"].items()
-                 if flag not in ("data", "weights") and value != default[splits[0]]["config"]["pretrain"][flag]]
-        flags += [f"--{flag} {value}" for flag, value in by_split[splits[0]]["config"].items()
-                  if flag != "pretrain" and value != default[splits[0]]["config"][flag]]
-        cells = [", ".join(f"{by_split[split]['test']['ACC']:.1f}" for split in splits if split[0] == dataset)
+    runs, rows = [run for run in read_kept(Path(folder) / "dev") if run["method"] == "imbanid"], []
+    default = {(run["encoder"], run["dataset"], run["gamma"], run["seed"]): run for run in runs if run["tag"] == "default"}
+    by_setting = {}
+    for run in sorted(runs, key=lambda run: run["tag"] != "default"):
+        split = run["dataset"], run["gamma"], run["seed"]
+        if first := default.get((run["encoder"], *split)):
+            sides = [({f"pretrain.py --{flag}": value for flag, value in side["config"]["pretrain"].items()}
+                      | {f"--{flag}": value for flag, value in side["config"].items()}) for side in (run, first)]
+            flags = [f"{flag} {value}".removesuffix(" True") for flag, value in sides[0].items()
+                     if flag.split("--")[1] not in OF_A_RUN + ("weights",) and sides[1].get(flag, value) != value]
+            found = by_setting.setdefault((run["encoder"], " ".join(flags) or "the defaults"), {})
+            found[split] = run, first
+    for (encoder, title), found in by_setting.items():
+        splits = in_order(found)
+        cells = [", ".join(f"{found[split][0]['test']['ACC']:.1f}" for split in splits if split[0] == dataset)
                  for dataset in PAPER_CORPORA]
-        for row in ("test", "test_kmeans") if tag != "default" else ():
-            both = np.array([[side[split][row]["ACC"] for split in splits] for side in (by_split, default)])
+        for row in ("test", "test_kmeans"):
+            both = np.array([[run[row]["ACC"] for run in found[split]] for split in splits]).T
             p = paired_test(*both)
-            cells.append(f"{(both[0] - both[1]).mean():+.2f}{p and f' ({p})'}")
-        rows.append([" ".join(flags).removesuffix(" True") or "the defaults", *cells, *[""] * (5 - len(cells))])
+            cells.append(f"{(both[0] - both[1]).mean():+.2f}{p and f' ({p})'}" if title != "the defaults" else "")
+        rows.append([title if encoder == "minilm" else f"{Path(encoder).name}: {title}", *cells])
     return markdown(("setting, on dev with hidden classes", *(CORPORA[dataset][0] for dataset in PAPER_CORPORA),
                      "ACC (C) minus the defaults'", "ACC (T) minus the defaults'"), rows)
 
@@ -932,7 +934,8 @@ def main(words):
             raise UserError(f"{kept[0]} is no folder of out/, whose results.json could be kept")
         for path in paths:
             run, name = read_benchmark(path), Path(path).name
-            results = Path("results") / ("dev" if Path(path).resolve().parent.name == "dev" else "")
+            on_dev = run.get("on_dev") or Path(path).resolve().parent.name == "dev"
+            results = Path("results") / ("dev" if on_dev else "")
             results.mkdir(parents=True, exist_ok=True)
             for target in (results / f"{name}{of}.json" for of in ("", f"_{Path(run['encoder']).name}")):
                 if not target.exists() or (there := read_results(target)["encoder"]) == run["encoder"]:

@@ -40,7 +40,6 @@ import urllib.request
 from collections import Counter
 from dataclasses import dataclass, fields
 from pathlib import Path
-from textwrap import shorten
 
 import numpy as np
 from tqdm import tqdm
@@ -163,8 +162,9 @@ def run_script(main, Args=None):
 
 
 def quoted(text, line=0):
-    """A line of another library's message, as a message of ours quotes it: cut between words, since some go on for a page."""
-    return shorten((str(text).strip().splitlines() or [""])[line], 150, placeholder=" ...")
+    """A line of another library's message, as a message of ours quotes it: cut, since some go on for a page."""
+    said = (str(text).strip().splitlines() or [""])[line]
+    return said if len(said) <= 150 else said[:147].rsplit(" ", 1)[0] + " ..."
 
 
 def explain(err, Args):
@@ -284,7 +284,9 @@ def write_atomic(path, content):
         if path.parent.exists():
             raise
         raise UserError(f"cannot write {path}: there is no folder {path.parent}/ any more") from None
-    except OSError as err:  # a full disk does not say of which file
+    except OSError as err:  # a full disk does not say of which file, and numpy not even that it is full
+        if err.errno is None:
+            raise OSError(errno.ENOSPC, str(err), str(path)) from None
         err.filename = err.filename or str(path)
         raise
     finally:

@@ -127,9 +127,13 @@ def commit():
 def signals_held():
     """Ctrl-C and SIGTERM wait until the block is done. Yields the list of those that came, empty as long as none has."""
     came = []
-    before = {which: signal.signal(which, lambda number, _: came.append(number)) for which in (signal.SIGINT, signal.SIGTERM)}
+    before = {which: signal.signal(which, lambda number, _: came.append(number)) for which in (signal.SIGINT, signal.SIGTERM)
+              if signal.getsignal(which) is not signal.SIG_IGN}  # as nohup and a script's & leave SIGINT
     try:
         yield came
+    except RuntimeError:
+        if signal.SIGINT not in came:
+            raise  # else it is of a process that Ctrl-C has ended sooner
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -193,9 +197,12 @@ def seed_epoch(seed, epoch, rank=0, step=0):
     return torch.Generator().manual_seed(1_000_003 * (seed + 1) + 1009 * epoch)
 
 
-def dropout_generator(device):
-    """The module whose get_rng_state and set_rng_state are those of the generator that dropout draws from on device."""
-    return torch.cuda if device.type == "cuda" else torch
+def dropout_state(device, state=None):
+    """{kind of device: state of the generator that dropout draws from there}, after setting it to that of `state`, if any."""
+    module = torch.cuda if device.type == "cuda" else torch
+    if state and device.type in state:
+        module.set_rng_state(state[device.type])
+    return {device.type: module.get_rng_state()}
 
 
 def trained_state(module):
@@ -343,7 +350,7 @@ def joint_step(loss, optimizer, where, rows, came=()):
     optimizer.zero_grad()
     if loss.requires_grad:  # a process may have no row in a batch
         loss.backward()
-    beside = torch.stack([loss.detach().float(), loss.new_tensor(bool(came), dtype=torch.float32)])
+    beside = torch.stack([loss.detach().float(), torch.full_like(loss, bool(came), dtype=torch.float32)])
     flat = sum_over_ranks(torch.cat(
         [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters] + [beside]))
     if not torch.isfinite(flat).all():
@@ -354,11 +361,12 @@ def joint_step(loss, optimizer, where, rows, came=()):
         raise UserError(f"the loss or a gradient is not finite in {where}, at lr {rates_of(optimizer)}: try a smaller --lr or "
                         f"--dtype float32; the last checkpoint is from before. Training rows of the batch: "
                         f"{sorted({*sum(parts, [])})}")
+    stopped = bool(flat[-1] > 0)  # read before the step, which a GPU would first have to end
     for p, g in zip(parameters, flat[:-2].split([p.numel() for p in parameters])):
         p.grad = g.view_as(p)
     nn.utils.clip_grad_norm_(parameters, 1.0)
     optimizer.step()
-    return bool(flat[-1] > 0)
+    return stopped
 
 
 def check_weights(optimizer, where):
@@ -399,8 +407,7 @@ def train_epoch(encoder, classifier, optimizer, hidden, masked, target, label, a
     cross-entropy.
     """
     done, generator = step, seed_epoch(args.seed, epoch, rank, step)
-    if rng is not None:
-        dropout_generator(encoder.device).set_rng_state(rng)
+    dropout_state(encoder.device, rng)
     encoder.train()
     labelled = torch.where(label >= 0)[0]
     batches = torch.randperm(len(label), generator=generator).to(encoder.device).split(args.batch_size)
@@ -514,7 +521,7 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
     def save(epoch, step, sums):
         if rank == 0:
             save_checkpoint(part, **state(), optimizer=optimizer.state_dict(), epoch=epoch, step=step, sums=sums.cpu(), log=log,
-                            rng=dropout_generator(device).get_rng_state() if step else None, best=best, config=config,
+                            rng=dropout_state(device) if step else None, best=best, config=config,
                             seconds=time.time() - start)
 
     out.mkdir(parents=True, exist_ok=True)

@@ -55,7 +55,7 @@ from pretrain import (
     check_same_checkpoint,
     check_weights,
     commit,
-    dropout_generator,
+    dropout_state,
     gather_rows,
     joint_step,
     load_trained_layers,
@@ -208,8 +208,7 @@ def train_epoch(encoder, head, optimizer, schedule, hidden, view, pseudo_label, 
     came, rng: see pretrain.py's train_epoch. Yields (step, sums) as that does, of the contrastive and the cross-entropy loss.
     """
     done, generator = step, seed_epoch(args.seed, epoch, rank, step)
-    if rng is not None:
-        dropout_generator(encoder.device).set_rng_state(rng)
+    dropout_state(encoder.device, rng)
     generator.manual_seed(generator.initial_seed() + 104729 * rank)  # or rows p and p + 1 would meet in every batch
     encoder.train()
     batches = torch.randperm(len(hidden), generator=generator).to(encoder.device).tensor_split(steps)
@@ -464,7 +463,7 @@ def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, 
     results = {"dataset": meta["dataset"], "gamma": meta.get("gamma"), "seed": args.seed, "method": "imbanid", "tag": args.tag,
                "encoder": pre["config"]["encoder"], "epochs": epoch, "kept": {"pretrain": pre["epoch"]}, **scores,
                "num_classes": K, "processes": world, "pretrain_processes": pre["processes"], "seconds": seconds,
-               "commit": code, "config": config}
+               "commit": code, "config": config} | ({"on_dev": True} if meta.get("on_dev") else {})
     save_run(out, arrays, results)
     print_results(results, out)
 
@@ -534,7 +533,7 @@ def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, s
             write_atomic(out / "log.jsonl", "".join(json.dumps(line) + "\n" for line in log))
             save_checkpoint(out / "last.pt", trained_layers=trained_state(encoder.trained_layers), trunk=encoder.fingerprint,
                             head=head.detach().cpu(), optimizer=optimizer.state_dict(), schedule=schedule.state_dict(),
-                            rng=dropout_generator(encoder.device).get_rng_state() if step else None,
+                            rng=dropout_state(encoder.device) if step else None,
                             epoch=epoch, step=step, sums=sums.cpu(), log=log, assigned=[x.cpu() for x in assigned],
                             solved=solved, potential=potential.cpu(), marginal=marginal.cpu(), config=config,
                             seconds=seconds | {"train": seconds.get("train", 0.0) + time.time() - start})

@@ -112,14 +112,16 @@ class Check:
         whole = self.both("whole", train=flags)
         task = (*self.task, "--out_dir", self.folder / "broken")
         run("pretrain.py", *task, "--encoder", self.folder / "plain", *PRETRAIN)
-        process, log = start("train_imbanid.py", *task, *TRAIN, *flags), self.folder / "broken" / RUN / "log.jsonl"
-        while process.poll() is None and not (log.exists() and len(log.read_text().splitlines()) >= 3):
-            time.sleep(0.005)
-        process.send_signal(signal.SIGKILL)
-        assert finish(process, ok=False)[0] == -signal.SIGKILL
+        log = self.folder / "broken" / RUN / "log.jsonl"
+        for epochs, sent, code in ((3, signal.SIGTERM, 2), (6, signal.SIGKILL, -signal.SIGKILL)):
+            process = start("train_imbanid.py", *task, *TRAIN, *flags)
+            while process.poll() is None and not (log.exists() and len(log.read_text().splitlines()) >= epochs):
+                time.sleep(0.005)
+            process.send_signal(sent)
+            assert finish(process, ok=False)[0] == code
         said = run("train_imbanid.py", *task, *TRAIN, *flags)[1]
         assert "resuming" in said and bytes_of(whole) == bytes_of(self.folder / "broken" / RUN), said
-        return f"after a kill -9, '{said.splitlines()[0].split('/')[-1]}', the same bytes as unbroken"
+        return f"after SIGTERM and a kill -9, '{said.splitlines()[0].split('/')[-1]}', the same bytes as unbroken"
 
     def all_flags(self):
         """The pseudo-labels of Table 3 and the number of classes, each whole on the GPU."""

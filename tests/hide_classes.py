@@ -2,7 +2,8 @@
 
 Reads   data/<run>/      (make_lt_data.py)
 Writes  data/dev/<run>/  the same, but that the hidden classes count as novel: their rows have no label in training, and dev
-        keeps the others alone. The split's own test rows and novel classes are in no score of it
+        keeps the others alone. The split's own test rows are in no score of it, and its novel classes only in that of the
+        pseudo-labels of training rows
 
     python tests/hide_classes.py data/clinc_g10_s0
     python pretrain.py --dataset clinc --gamma 10 --seed 0 --data_dir data/dev --out_dir out/dev --encoder minilm
@@ -46,7 +47,7 @@ def main(words):
     texts["test"], texts["dev"] = texts["dev"], [
         text for text, k in zip(texts["dev"], labels["test"]) if k < num_known]
     labelled = int((labels["train"] >= 0).sum())
-    meta |= {"num_known": num_known, "num_labelled": labelled, "num_unlabelled": len(truth) - labelled,
+    meta |= {"on_dev": True, "num_known": num_known, "num_labelled": labelled, "num_unlabelled": len(truth) - labelled,
              "num_dev": len(texts["dev"]), "num_test": len(texts["test"])}
     folder = source.parent / "dev" / run_name(**{key: meta[key] for key in TASK})
     write_run(folder, texts, labels, [names[k] for k in old], {"train_truth": truth, "class_counts": counts[old]}, meta)

@@ -25,7 +25,7 @@ from torch.nn.functional import normalize
 import pretrain
 import train_imbanid
 from encoder import Dropout, Encoder, Packed, attend, weights_sha256
-from make_lt_data import ThisProcessError, UserError, parse_args, write_atomic
+from make_lt_data import ThisProcessError, UserError, explain, parse_args, quoted, write_atomic
 from metrics import cluster_metrics
 
 
@@ -807,6 +807,30 @@ def test_a_folder_that_was_removed_is_said(tmp_path):
         write_atomic(tmp_path / "gone/log.jsonl", "")
 
 
+def test_a_write_that_numpy_breaks_off_is_said_with_its_file(tmp_path):
+    def save(file):
+        raise OSError("100 requested and 10 written")  # numpy's words for a full disk, without a number
+
+    with pytest.raises(OSError) as said:
+        write_atomic(tmp_path / "beta.npy", save)
+    message, _ = explain(said.value, train_imbanid.Args)
+    assert f"{tmp_path}/beta.npy: 100 requested and 10 written" in message and not list(tmp_path.iterdir())
+
+
+def test_what_a_checkpoint_says_of_another_device_is_left_alone():
+    before = torch.get_rng_state()
+    found = pretrain.dropout_state(torch.device("cpu"), {"cuda": torch.zeros(16, dtype=torch.uint8)})
+    assert torch.equal(found["cpu"], before)
+    torch.rand(1)
+    assert torch.equal(pretrain.dropout_state(torch.device("cpu"), found)["cpu"], before)
+
+
+def test_a_long_line_of_a_library_is_cut():
+    assert quoted("one\ntwo\n") == "one" and quoted("one\ntwo\n", -1) == "two"
+    assert quoted("") == "" and quoted("x" * 150) == "x" * 150
+    assert quoted("word " * 40) == "word " * 28 + "word ..." and quoted("x" * 151) == "x" * 147 + " ..."
+
+
 def test_a_leftover_world_size_is_said(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="start it with torchrun, or unset WORLD_SIZE"):
@@ -831,6 +855,30 @@ def test_ctrl_c_within_a_checkpoint_waits_for_its_end(tmp_path, monkeypatch, sen
         assert (tmp_path / "last.pt").read_bytes() == b"one half, the other half" and signal.getsignal(sent) is stop
     finally:
         signal.signal(sent, before)
+
+
+def test_a_signal_that_waits_gives_way_to_an_error_unless_it_is_what_ended_another_process():
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    before = {which: signal.signal(which, stop) for which in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        for sent, error, expected in (
+                (signal.SIGTERM, RuntimeError, RuntimeError), (signal.SIGINT, RuntimeError, KeyboardInterrupt),
+                (signal.SIGINT, OSError, OSError), (signal.SIGTERM, None, KeyboardInterrupt)):
+            with pytest.raises(expected), pretrain.signals_held() as came:
+                signal.raise_signal(sent)
+                assert came == [sent]
+                if error:
+                    raise error
+            assert signal.getsignal(sent) is stop
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # nohup, or a script's &
+        with pretrain.signals_held() as came:
+            signal.raise_signal(signal.SIGINT)
+        assert not came and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        for which, handler in before.items():
+            signal.signal(which, handler)
 
 
 def test_under_torchrun_a_mistake_is_said_though_the_first_process_is_late(tmp_path):
