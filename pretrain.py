@@ -329,7 +329,7 @@ def on_all_processes(device, config, work):
         if int(os.environ.get("WORLD_SIZE", 1)) == 1 or not any(word in str(err) for word in words):
             raise
         raise ThisProcessError(f"another process died or cannot be reached ({quoted(err, -1)}): the same command goes on from "
-                               "the last checkpoint") from None
+                               "what is saved") from None
     if world > 1:
         dist.destroy_process_group()
         sys.stdout.flush()

@@ -691,7 +691,7 @@ def test_a_killed_rank_ends_the_job_or_restarts_it(tiny_run, tiny_encoder, tmp_p
     if restarts:
         assert process.returncode == 0 and "after epoch 0 and" in said and finished.exists(), errors
     else:
-        assert process.returncode != 0 and "the same command goes on from" in errors, errors
+        assert process.returncode != 0 and "the same command goes on from what is saved" in errors, errors
         assert "after epoch 0 and" in script(stage, *task, *flags, nproc=2).stdout and finished.exists()
 
 
@@ -1060,7 +1060,8 @@ def test_a_full_disk_is_said_in_one_line(tiny_run, tiny_encoder, tmp_path):
     process.kill()
     process.finish()
     before = part.read_bytes()
-    one_line_error(script("pretrain.py", *words, "--epochs", 60, first=full, ok=False), "File too large", "goes on from what")
+    done = script("pretrain.py", *words, "--epochs", 60, first=full, ok=False)
+    one_line_error(done, f"{part}: File too large", "the same command goes on from what is saved")
     assert part.read_bytes() == before and [p for p in tmp_path.rglob("*") if p.is_file()] == [part]
     assert "resuming" in script("pretrain.py", *words, "--epochs", 60).stdout and not part.exists()  # once there is room
 
