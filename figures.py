@@ -704,7 +704,7 @@ def epochs(run):
     """Stage 3, epoch by epoch: dev accuracy, the transport's steps, and its residual."""
     log = [json.loads(line) for line in (run["folder"] / "log.jsonl").read_text().splitlines()]
     shown = [row for row in (("dev_accuracy", "dev accuracy (known classes), percent", "linear"),
-                             ("rot_iterations", "Newton steps of the transport", "linear"),
+                             ("rot_iterations", "steps of the transport (or of k-means)", "linear"),
                              ("rot_residual", "residual of the transport (log scale)", "log"))
              if all(line.get(row[0]) is not None for line in log)]
     figure, axes = panels(len(shown), height=3.4)

@@ -92,4 +92,4 @@ def cluster_metrics(truth, cluster, num_known, class_counts):
             "known": share(np.arange(num_known)),
             "novel": share(np.arange(num_known, K)),
             **{name: share(ids) for name, ids in size_groups(class_counts, num_known).items()},
-            "per_class_mean": 100 * right(1 / rows.clip(1)) / np.count_nonzero(rows)}
+            "per_class_mean": 100 * right(1 / rows.clip(1)) / int(np.count_nonzero(rows))}

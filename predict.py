@@ -228,19 +228,19 @@ def describe(args):
     typical = [[texts[i] for i in own[np.argsort(-nearness[own], kind="stable")]] for own in members]
     titles = names[:num_known] + propose_names(words[num_known:], names[:num_known])
     found = cluster_names(run, K) if (run / "clusters.csv").exists() else {}
-    titles, said, interrupt = [found.get(k, title) for k, title in enumerate(titles)], {}, None
+    titles, answers, interrupt = [found.get(k, title) for k, title in enumerate(titles)], {}, None
     if args.name_command:
         bar = tqdm([k for k in range(num_known, K) if typical[k]], desc="naming", disable=not sys.stderr.isatty())
         try:
             for k in bar:
-                if name := ask_for_name(args.name_command, words[k], typical[k][:SHOWN], titles[k], first=not said):
-                    said[k] = name
+                if name := ask_for_name(args.name_command, words[k], typical[k][:SHOWN], titles[k], first=not answers):
+                    answers[k] = name
         except KeyboardInterrupt as err:  # the names so far may have cost money
             interrupt = err
-        kept = [title for k, title in enumerate(titles) if k not in said]
-        for k, name in zip(said, distinct(said.values(), kept)):
+        kept = [title for k, title in enumerate(titles) if k not in answers]
+        for k, name in zip(answers, distinct(answers.values(), kept)):
             titles[k] = name
-    anew = bool(said) or not found
+    anew = bool(answers) or not found
 
     used = row[row >= 0]  # a repeated text counts as often as it stands there
     size = np.bincount(cluster[used], minlength=K)
@@ -286,7 +286,8 @@ class Labeller:
         self.head = normalize(state["head"].to(device)[self.clusters], dim=1)
 
     def __call__(self, texts):
-        """texts: [str] (B,). Returns clusters int (B, 3) and probabilities (B, 3), best first; fewer with less classes."""
+        """texts: [str] (B,). Returns lists of clusters and of probabilities, three for a text, best first; fewer with
+        fewer classes."""
         z = normalize(self.encoder.all_features(self.encoder.trunk(self.encoder.tokenize(texts))), dim=1)
         best = (z @ self.head.T / self.temperature).softmax(1).topk(min(3, len(self.head)), dim=1)
         return self.clusters[best.indices].tolist(), best.values.tolist()

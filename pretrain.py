@@ -397,33 +397,48 @@ def batch_loss(encoder, classifier, hidden, masked, target, label, rows, drawn, 
     return ce, mlm
 
 
-def train_epoch(encoder, classifier, optimizer, hidden, masked, target, label, args, epoch, came, step, sums, rng, rank, world):
-    """One pass over all rows in random order, a labelled batch beside every batch, from behind its first `step` batches on.
+def run_batches(batches, loss_of, optimizer, args, epoch, came, step, sums, rng, rank, schedule=None):
+    """An optimizer step for each batch of an epoch, from behind the first `step` on; seed_epoch comes before.
 
-    Yields (step, sums) after every SAVE_STEPS batches and after the last, for a checkpoint: the batches done and the sums of
-    their CE and MLM losses (2,), of all processes; sums comes in as it was yielded, on process 0, and as zeros on the others.
-    Once a signal has come (joint_step) it yields after that batch and ends; rng is then what dropout's generator goes on from.
-    Every process draws the same batches, of which batch_loss takes its rows. Without a labelled row there is no
-    cross-entropy.
+    loss_of(*batch): this process's share of the loss, two parts of it (2,), and training rows for joint_step's message.
+    sums (2,): those parts, summed over the first `step` batches on process 0, zeros on the others. rng: what dropout's
+    generator goes on from. Yields (step, sums), then of all processes, for a checkpoint: after every SAVE_STEPS batches, after
+    the last and, once a signal has come (joint_step), after that batch, with which it ends.
     """
-    done, generator = step, seed_epoch(args.seed, epoch, rank, step)
-    dropout_state(encoder.device, rng)
-    encoder.train()
-    labelled = torch.where(label >= 0)[0]
-    batches = torch.randperm(len(label), generator=generator).to(encoder.device).split(args.batch_size)
-    size = min(args.labeled_batch_size, len(labelled))
-    beside = [labelled[torch.randint(max(1, len(labelled)), (size,), generator=generator)] for _ in batches]
-    for step, (rows, drawn) in enumerate(list(zip(batches, beside))[done:], done + 1):
-        ce, mlm = batch_loss(encoder, classifier, hidden, masked, target, label, rows, drawn, args, rank, world)
-        where = f"epoch {epoch}, step {step} of {len(batches)}"
-        stopped = joint_step(ce + mlm, optimizer, where, torch.cat([rows, drawn]), came)
-        sums = sums + torch.stack([ce.detach(), mlm.detach()])
+    dropout_state(sums.device, rng)
+    for batch in batches[step:]:
+        step += 1
+        loss, parts, rows = loss_of(*batch)
+        stopped = joint_step(loss, optimizer, f"epoch {epoch}, step {step} of {len(batches)}", rows, came)
+        if schedule:
+            schedule.step()
+        sums = sums + parts.detach()
         if step % SAVE_STEPS == 0:
             seed_epoch(args.seed, epoch, rank, step)
         if stopped or step % SAVE_STEPS == 0 or step == len(batches):
             yield step, sum_over_ranks(sums.clone())
         if stopped:
             return
+
+
+def train_epoch(encoder, classifier, optimizer, hidden, masked, target, label, args, epoch, came, step, sums, rng, rank, world):
+    """One pass over all rows in random order, a labelled batch beside every batch, as run_batches has it; sums of CE and MLM.
+
+    Every process draws the same batches, of which batch_loss takes its rows. Without a labelled row there is no
+    cross-entropy.
+    """
+    generator = seed_epoch(args.seed, epoch, rank, step)
+    encoder.train()
+    labelled = torch.where(label >= 0)[0]
+    batches = torch.randperm(len(label), generator=generator).to(encoder.device).split(args.batch_size)
+    size = min(args.labeled_batch_size, len(labelled))
+    beside = [labelled[torch.randint(max(1, len(labelled)), (size,), generator=generator)] for _ in batches]
+
+    def loss_of(rows, drawn):
+        ce, mlm = batch_loss(encoder, classifier, hidden, masked, target, label, rows, drawn, args, rank, world)
+        return ce + mlm, torch.stack([ce, mlm]), torch.cat([rows, drawn])
+
+    return run_batches(list(zip(batches, beside)), loss_of, optimizer, args, epoch, came, step, sums, rng, rank)
 
 
 def dev_result(z, classifier, label, temperature):

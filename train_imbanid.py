@@ -51,18 +51,17 @@ from make_lt_data import (
 )
 from metrics import cluster_metrics
 from pretrain import (
-    SAVE_STEPS,
     check_same_checkpoint,
     check_weights,
     commit,
     dropout_state,
     gather_rows,
-    joint_step,
     load_trained_layers,
     on_all_processes,
     open_checkpoint,
     open_pretrained,
     pick_device,
+    run_batches,
     same_config,
     save_checkpoint,
     seed_epoch,
@@ -202,27 +201,20 @@ def batch_loss(encoder, head, hidden, view, rows, pseudo_label, confidence, clea
 
 def train_epoch(encoder, head, optimizer, schedule, hidden, view, pseudo_label, confidence, clean, steps, args, epoch, came,
                 step, sums, rng, rank, world):
-    """`steps` batches over this process's rows, from behind the first `step` on.
+    """`steps` batches over this process's rows, as pretrain.py's run_batches has it; sums of the contrastive loss and CE.
 
-    hidden, view: Packed, and pseudo_label, confidence, clean (n,): all of this process's rows. sums: (2,), of the first `step`.
-    came, rng: see pretrain.py's train_epoch. Yields (step, sums) as that does, of the contrastive and the cross-entropy loss.
+    hidden, view: Packed, and pseudo_label, confidence, clean (n,): all of this process's rows.
     """
-    done, generator = step, seed_epoch(args.seed, epoch, rank, step)
-    dropout_state(encoder.device, rng)
+    generator = seed_epoch(args.seed, epoch, rank, step)
     generator.manual_seed(generator.initial_seed() + 104729 * rank)  # or rows p and p + 1 would meet in every batch
     encoder.train()
     batches = torch.randperm(len(hidden), generator=generator).to(encoder.device).tensor_split(steps)
-    for step, rows in enumerate(batches[done:], done + 1):
+
+    def loss_of(rows):
         loss, contrastive, ce = batch_loss(encoder, head, hidden, view, rows, pseudo_label, confidence, clean, args)
-        stopped = joint_step(loss, optimizer, f"epoch {epoch}, step {step} of {steps}", rank + world * rows, came)
-        schedule.step()
-        sums = sums + torch.stack([contrastive, ce])
-        if step % SAVE_STEPS == 0:
-            seed_epoch(args.seed, epoch, rank, step)
-        if stopped or step % SAVE_STEPS == 0 or step == steps:
-            yield step, sum_over_ranks(sums.clone())
-        if stopped:
-            return
+        return loss, torch.stack([contrastive, ce]), rank + world * rows
+
+    return run_batches([(rows,) for rows in batches], loss_of, optimizer, args, epoch, came, step, sums, rng, rank, schedule)
 
 
 def versions():
@@ -430,6 +422,8 @@ def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, 
     load_trained_layers(encoder, pre)
     z["pretrained"] = unit_features("train", "dev", "test")  # dev for the number of classes
     found = find_checkpoint(out, config, args.restart, rank, world, device)
+    if rank == 0 and not found:
+        clear_out(out)
     seconds |= found["seconds"] if found else {}  # what killed runs have spent
     K = len(found["head"]) if found else resolve_num_classes(args, z["pretrained"], label, meta, rank)
     lap("features")
@@ -469,20 +463,20 @@ def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, 
 
 
 def find_checkpoint(out, config, restart, rank, world, device):
-    """out/last.pt where an earlier run with these settings left one, the same on all processes; None otherwise.
-
-    Where there is none, process 0 removes what a finished run of other settings (--restart) left in out.
-    """
+    """out/last.pt where an earlier run with these settings left one, the same on all processes; None otherwise."""
     found = open_checkpoint(out / "last.pt", config, restart)
     epoch, step = (found["epoch"], found["step"]) if found else (0, 0)
     check_same_checkpoint(epoch, step, out, world, device)
     if rank == 0 and found:
         print(f"resuming {out}/last.pt after epoch {epoch}" + f" and {step} batches" * (step > 0))
-    elif rank == 0:
-        set_aside(out / "clusters.csv")
-        for name in ("results.json", "clusters.csv", "train_row.npy", "report.html"):  # assignments.csv may hold work of a user
-            (out / name).unlink(missing_ok=True)
     return found
+
+
+def clear_out(out):
+    """Remove what a finished run of other settings (--restart) left in out, all but what may hold work of a user."""
+    set_aside(out / "clusters.csv")
+    for name in ("results.json", "clusters.csv", "train_row.npy", "report.html"):
+        (out / name).unlink(missing_ok=True)
 
 
 def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, seconds, rank, world):

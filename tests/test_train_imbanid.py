@@ -292,10 +292,11 @@ def test_what_stage_3_hands_from_epoch_to_epoch(tiny_run, monkeypatch):
         told(*given, **more)
         return of(*given, **more)
 
-    for name, told in (("relaxed_ot", lambda *_, init, **__: starts.append(init)),
-                       ("select_clean", lambda *given: labelled.append(given[-1])),
-                       ("joint_step", lambda _, optimizer, *__: rates.append([g["lr"] for g in optimizer.param_groups]))):
-        monkeypatch.setattr(train_imbanid, name, functools.partial(listened, told, getattr(train_imbanid, name)))
+    for module, name, told in (
+            (train_imbanid, "relaxed_ot", lambda *_, init, **__: starts.append(init)),
+            (train_imbanid, "select_clean", lambda *given: labelled.append(given[-1])),
+            (pretrain, "joint_step", lambda _, optimizer, *__: rates.append([g["lr"] for g in optimizer.param_groups]))):
+        monkeypatch.setattr(module, name, functools.partial(listened, told, getattr(module, name)))
     words = (*task, *TINY_TRAIN, "--epochs", 3, "--tag", "handed_on")
     train_imbanid.main(parse_args(train_imbanid.Args, [str(word) for word in words]))
     given = torch.from_numpy(np.load(folder / "data/demo_g4_s0/train_label.npy")) >= 0
@@ -1121,8 +1122,8 @@ def test_scores_within_a_run_are_those_of_its_files(tiny_run, encoder):
 
 def test_what_stage_3_is_given(tiny_run, monkeypatch):
     clean, seeds, dropout, decay = [], [], set(), set()
-    select, seed, loss, step = (getattr(train_imbanid, name) for name in (
-        "select_clean", "seed_centres", "batch_loss", "joint_step"))
+    select, seed, loss = (getattr(train_imbanid, name) for name in ("select_clean", "seed_centres", "batch_loss"))
+    step = pretrain.joint_step
 
     def batch_loss(encoder, *given):
         dropout.add(all(part.training for part in encoder.trained_layers.modules()))
@@ -1135,7 +1136,7 @@ def test_what_stage_3_is_given(tiny_run, monkeypatch):
     monkeypatch.setattr(train_imbanid, "select_clean", lambda *given: clean.append(given[3:7]) or select(*given))
     monkeypatch.setattr(train_imbanid, "seed_centres", lambda *given: seeds.append(given[-1]) or seed(*given))
     monkeypatch.setattr(train_imbanid, "batch_loss", batch_loss)
-    monkeypatch.setattr(train_imbanid, "joint_step", joint_step)
+    monkeypatch.setattr(pretrain, "joint_step", joint_step)
     train(tiny_run[0], "--rho", 0.3, "--tau_g", 0.2, "--no_qr", "--tag", "given")
     assert set(clean) == {(0.3, 0.2, True, False)} and seeds == [0] and dropout == {True} and decay == {0.01}
 
