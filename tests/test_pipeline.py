@@ -107,7 +107,8 @@ def test_flags_reach_the_stages_they_are_for(tmp_path):
                        (["a.csv", "--name_command", "--tag", "x"], "needs"), (["demo", "10", *ask.split()], "is for a table")):
         done = subprocess.run(["bash", own / "run_all.sh", *words], text=True, capture_output=True)
         assert done.returncode == 2 and not done.stdout and f"--name_command {why}" in done.stderr
-    for words, ratio, why in ((["a.csv", "5"], "", "has no GAMMA"), (["a.csv"], "0.5", "KNOWN_RATIO is for benchmarks")):
+    for words, ratio, why in ((["a.csv", "5"], "", "has no GAMMA"), (["a.csv"], "0.5", "KNOWN_RATIO is for benchmarks"),
+                              (["a.xlsx"], "", "save it as CSV")):
         done = subprocess.run(["bash", own / "run_all.sh", *words], text=True, capture_output=True,
                               env={**os.environ, "KNOWN_RATIO": ratio})
         assert done.returncode == 2 and not done.stdout and why in done.stderr
