@@ -248,25 +248,43 @@ def splits_and_merges(z, label, dev_z, dev_label, K, args_of_seeding, seed):
     return torch.cat(recall).mean().item(), torch.cat(precision).mean().item()
 
 
-def silhouette_num_classes(z, num_known, args_of_seeding, seed):
-    """The number of classes with the best silhouette on a geometric grid, for where hardly any class is known.
+def evidence(z, centre, kappa=20.0):
+    """How likely a von Mises-Fisher mixture with these unit centres (K, H) makes the unit rows z (N, H), less what they cost.
 
-    It is the mean of the mean over rows, which the large clusters decide, and of the mean over clusters, which the many
-    small ones do. Nothing is made of the labels: a class held to its one labelled row, which counts for several, makes the
-    best K anything.
+    Its shares are fitted. A centre of n rows costs d/2 log(1 + kappa v/d n) of log-likelihood (Laplace's approximation), with v
+    the variance of the rows and d the number of directions that they vary in, the participation ratio of their covariance.
+    """
+    spectrum = torch.linalg.eigvalsh(torch.cov(z.T)).clamp_min(0)
+    variance, directions = spectrum.sum(), spectrum.sum() ** 2 / spectrum.square().sum()
+    n = z.new_full((len(centre),), len(z) / len(centre))
+    for _ in range(20):
+        score = mixture_score(z, centre, ((n + 1e-3) / len(z)).log(), kappa)
+        n = score.softmax(1).sum(0)
+    return float(score.logsumexp(1).sum() - directions / 2 * torch.log1p(kappa * variance / directions * n).sum())
+
+
+def num_classes_without_labels(z, num_known, args_of_seeding, seed):
+    """The number of classes where hardly any is known: the geometric mean of the two that two measures choose on a grid.
+
+    The silhouette, the mean of the mean over rows, which the large clusters decide, and of that over clusters, which the many
+    small ones do, knows no scale and may find groups of classes or parts of them; the evidence has one, that of its kappa, and
+    with few rows it sees few classes. What one has too many the other often has too few. Nothing is made of the labels: a
+    class held to its one labelled row, which counts for several, makes the best K anything.
     """
     label = torch.full((len(z),), -1, device=z.device)
     looked_at = torch.randperm(len(z), generator=torch.Generator().manual_seed(seed))[:3000].to(z.device)
-    best, K = (-1.0, max(1, num_known)), max(4, num_known)
-    while K <= len(z) / 2 and K < 4 * best[1] + 8:  # well past its peak, which may be a flat one
+    sharpest = likeliest = (-math.inf, max(1, num_known))
+    K = max(4, num_known)
+    while K <= len(z) / 2 and K < 4 * max(sharpest[1], likeliest[1]) + 8:  # well past either peak, which may be a flat one
         centre = seed_centres(z, label, K, 0, *args_of_seeding, seed, quiet=True)
+        likeliest = max(likeliest, (evidence(z, centre), K))
         found, cluster = (z[looked_at] @ centre.T).argmax(1).cpu().unique(return_inverse=True)
         if 1 < len(found) < len(looked_at):
             score = silhouette_samples(z[looked_at].cpu().numpy(), cluster.numpy(), metric="cosine")
             by_cluster = np.bincount(cluster, score) / np.bincount(cluster)
-            best = max(best, ((score.mean() + by_cluster.mean()) / 2, K))
+            sharpest = max(sharpest, ((score.mean() + by_cluster.mean()) / 2, K))
         K = math.ceil(1.2 * K)
-    return best[1]
+    return math.sqrt(sharpest[1] * likeliest[1])
 
 
 def num_classes_by_size(label, num_known, sample_rate):
@@ -290,8 +308,8 @@ def estimate_num_classes(z, label, dev_z, dev_label, args_of_seeding, seed):
     With too few centres a hidden class shares its cluster (precision is low), with too many it is torn (recall is low);
     where the two meet the number is right on average for the known classes, hence for the unknown ones, which differ from
     them in nothing but that nobody labelled them. K is searched on a geometric grid and read off a straight line through
-    the four values around the crossing. With fewer than 200 labelled rows the silhouette has a say in it, the more the
-    fewer, since the two err in different ways; with fewer than four known classes of two labelled rows or more it decides.
+    the four values around the crossing. With fewer than 200 labelled rows num_classes_without_labels has a say in it, the more
+    the fewer, since the two err in different ways; with fewer than four known classes of two labelled rows or more it decides.
     Of a large corpus SEARCHED unlabelled rows are looked at. Where the labelled rows tell the sizes of the known classes, the
     estimate is held within one standard error of the number of classes of their mean size in the other rows.
     """
@@ -313,7 +331,7 @@ def estimate_num_classes(z, label, dev_z, dev_label, args_of_seeding, seed):
 
     sizes = torch.cat([label[label >= 0], dev_label]).bincount(minlength=max(1, num_known))
     if (sizes > 1).sum() < 4:
-        return round(min(max(silhouette_num_classes(z, num_known, args_of_seeding, seed), least), most))
+        return round(min(max(num_classes_without_labels(z, num_known, args_of_seeding, seed), least), most))
     step = 2
     measure(step)
     if balance[step] > 0:  # classes are merged: more centres, until they are split
@@ -329,7 +347,7 @@ def estimate_num_classes(z, label, dev_z, dev_label, args_of_seeding, seed):
     crossing = -height / slope if slope < 0 else near[0]
     found, few = num_known * 1.15 ** min(max(crossing, min(near) - 1), max(near) + 1), max(0.0, 0.5 - int(sizes.sum()) / 400)
     if few:
-        found = found ** (1 - few) * silhouette_num_classes(z, num_known, args_of_seeding, seed) ** few
+        found = found ** (1 - few) * num_classes_without_labels(z, num_known, args_of_seeding, seed) ** few
     return round(min(max(found, least), most))
 
 

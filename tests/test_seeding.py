@@ -1,6 +1,7 @@
 """The first centres, the number of classes and the k-means rows: on made-up clusters and against plain formulas."""
 import math
 
+import numpy as np
 import pytest
 import torch
 from threadpoolctl import threadpool_limits
@@ -11,11 +12,13 @@ from seeding import (
     class_means,
     class_sizes,
     estimate_num_classes,
+    evidence,
     fitted_kmeans,
     kmeans,
     mixture_score,
     mixture_step,
     num_classes_by_size,
+    num_classes_without_labels,
     seed_centres,
     semi_supervised_kmeans,
     splits_and_merges,
@@ -267,13 +270,34 @@ def test_the_number_of_classes_without_labels():
     assert 15 <= estimate_num_classes(z, label, dev_z, dev, (30.0, 10.0, 300, 0.0), 0) <= 26
 
 
+def test_evidence_is_the_likelihood_less_the_price_of_the_centres():
+    z, label, _, _ = made_up(5, 5, 3, spread=0.3, size=80, labelled=1000)
+    sizes, centre = label.bincount(), class_means(z, label, 5)
+    x, kappa = z.double().numpy(), 20.0
+    spectrum = np.linalg.eigvalsh(np.cov(x.T))
+    v, d = spectrum.sum(), spectrum.sum() ** 2 / (spectrum ** 2).sum()
+    scores = (sizes / len(z)).log().numpy() + kappa * x @ centre.double().numpy().T  # far apart: shares are sizes
+    expected = np.log(np.exp(scores).sum(1)).sum() - sum(d / 2 * np.log(1 + kappa * v / d * n) for n in sizes.tolist())
+    assert evidence(z, centre) == pytest.approx(expected, rel=1e-4)
+    halves = torch.cat([class_means(z[label == k], torch.arange(int(n)) % 2, 2) for k, n in enumerate(sizes)])
+    assert evidence(z, centre) > max(evidence(z, centre[1:]), evidence(z, halves))
+
+
+def test_without_labels_both_measures_count_alike(monkeypatch):
+    z, asked = made_up(20, 0, 1)[0], []
+    monkeypatch.setattr("seeding.evidence", lambda z, centre: asked.append(len(centre)) or -abs(len(centre) - 80))
+    found = num_classes_without_labels(z, 0, (30.0, 10.0, 60, 0.0), 0)
+    peak = min(asked, key=lambda K: abs(K - 80))
+    assert max(asked) > 2 * peak and 15 <= found ** 2 / peak <= 26
+
+
 @pytest.mark.parametrize("per_class,share", [(3, 0.35), (10, 0.0)])
-def test_the_fewer_labels_the_more_the_silhouette_has_a_say(monkeypatch, per_class, share):
+def test_the_fewer_labels_the_more_the_measures_without_labels_have_a_say(monkeypatch, per_class, share):
     """20 known classes with `per_class` labelled rows each and none on dev: 60 in all, or 200, where it is not even asked."""
     z, label, _, _ = made_up(30, 20, 0, labelled=per_class)
 
     def estimate(answer):
-        monkeypatch.setattr("seeding.silhouette_num_classes", lambda *_: answer)
+        monkeypatch.setattr("seeding.num_classes_without_labels", lambda *_: answer)
         return estimate_num_classes(z, label, z[:0], label[:0], (30.0, 10.0, 100, 0.0), 0)
 
     assert abs(estimate(10_000) / estimate(2_500) - 4 ** share) < 0.03
@@ -387,9 +411,9 @@ def test_equal_rows_and_few_rows():
     assert seed_centres(blobs([8, 8])[0], few, 3, 1, 20.0, 10.0, 5, 0.0, 0).isfinite().all()
 
 
-def test_the_sizes_bound_what_the_silhouette_says(monkeypatch):
+def test_the_sizes_bound_what_the_measures_without_labels_say(monkeypatch):
     x, label, _ = blobs([80, 60, 40, 20, 10])
-    monkeypatch.setattr("seeding.silhouette_num_classes", lambda *_: 1000)
+    monkeypatch.setattr("seeding.num_classes_without_labels", lambda *_: 1000)
     monkeypatch.setattr("seeding.num_classes_by_size", lambda *_: (2, 7.0))
     assert estimate_num_classes(x, label, x[:0], label[:0], (20.0, 10.0, 50, 0.1), 0) == 7
 
