@@ -105,7 +105,8 @@ class Args:
     temperature: float = 0.05  # of the cluster head, log P = log softmax(z . w / temperature); not in the paper
     replace_rate: float = 0.25  # tokens replaced in the augmented view (CLNN's)
     view_epochs: int = 2  # epochs that share one augmented view of the corpus, since the trunk has to run for each
-    epochs: int = 6  # the paper does not say; 0: the seeded head as it is
+    epochs: int = 6  # the paper does not say; 0: the seeded head as it is, whatever --min_steps says
+    min_steps: int = 60  # more epochs where these would be fewer batches: a small corpus needs them
     max_steps: int = 400  # no new epoch after so many batches: a large corpus needs fewer epochs
     lr: float = 5e-5  # AdamW, trained layers
     head_lr: float = 5e-4  # AdamW, cluster head
@@ -362,7 +363,7 @@ def check_flags(args):
         raise UserError(f"--pseudo_label {args.pseudo_label} is unknown: choose rot, cot, eot, mot or kmeans")
     check_positive(args, "batch_size", "max_steps", "view_epochs", "tau", "temperature", "lambda1", "lr", "head_lr",
                    "kappa", "cache_gb")
-    check_zero_or_more(args, "epochs", "lambda2", "label_weight", "swaps", "max_classes", "min_cluster")
+    check_zero_or_more(args, "epochs", "min_steps", "lambda2", "label_weight", "swaps", "max_classes", "min_cluster")
     check_shares(args, "omega", "rho", "tau_g", "replace_rate")
     if args.num_classes not in ("", *ESTIMATES) and not args.num_classes.isdecimal():
         raise UserError(f"--num_classes {args.num_classes}: pass a number, or {', '.join(ESTIMATES)}")
@@ -487,7 +488,8 @@ def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, s
     """
     N, K, labelled = len(label["train"]), len(head), label["train"] >= 0
     steps = math.ceil(N / args.batch_size)
-    epochs = min(args.epochs, math.ceil(args.max_steps / steps))
+    least, most = (math.ceil(n / steps) for n in (args.min_steps, args.max_steps))
+    epochs = min(max(args.epochs, least), most) if args.epochs else 0
     optimizer = torch.optim.AdamW([{"params": list(encoder.trained_layers.parameters()), "lr": args.lr},
                                    {"params": [head], "lr": args.head_lr}], weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(

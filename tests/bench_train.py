@@ -137,7 +137,7 @@ def main(args):
         found["fast"] = {"pretrain": run("pretrain.py", fast, "--encoder", "minilm"), "train": run("train_imbanid.py", fast)}
         found["stages"] = json.loads((folder / "fast" / name / "results.json").read_text())["seconds"]
         found["slow"] = {"pretrain": full_length("pretrain.py", slow, ("--encoder", "minilm", *plain), pre),
-                         "train": full_length("train_imbanid.py", slow, plain, train)}
+                         "train": full_length("train_imbanid.py", slow, (*plain, "--min_steps", 0), train)}
         for side in ("fast", "slow"):
             found[side]["total"] = sum(found[side][stage]["seconds"] for stage in ("pretrain", "train"))
             for stage, epochs in (("pretrain", pre), ("train", train)):
@@ -147,7 +147,8 @@ def main(args):
         found["over_floor"] = found["fast"]["total"] / found["floor_seconds"]
         found["processes"] = {}
         for P in map(int, args.processes.split(",") if args.processes else ()):
-            one, three = (run("train_imbanid.py", fast, "--tag", f"P{P}_{n}", "--epochs", n, nproc=P) for n in (1, 3))
+            one, three = (run("train_imbanid.py", fast, "--tag", f"P{P}_{n}", "--epochs", n, "--min_steps", 0,
+                              nproc=P) for n in (1, 3))
             found["processes"][P] = {"seconds_an_epoch": (three["seconds"] - one["seconds"]) / 2,
                                      "peak_memory_mb": three["peak_memory_mb"]}
     for side in ("fast", "slow"):

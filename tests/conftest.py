@@ -161,7 +161,8 @@ def calm_encoder(tmp_path_factory, tiny_encoder):
 
 
 TINY_PRETRAIN = ("--epochs", 2, "--batch_size", 64, "--max_length", 32, "--dtype", "float32")
-TINY_TRAIN = ("--epochs", 2, "--batch_size", 64, "--swaps", 5, "--dtype", "float32", "--head_lr", 0.01, "--lr", 0.001)
+TINY_TRAIN = ("--epochs", 2, "--min_steps", 0, "--batch_size", 64, "--swaps", 5, "--dtype", "float32", "--head_lr", 0.01,
+              "--lr", 0.001)
 
 
 @pytest.fixture(scope="session")

@@ -372,7 +372,7 @@ def own_run(tmp_path_factory, tiny_rows, tiny_encoder):
     columns = ("id", "message", "intent")
     path = table(folder / "my table.csv", [(n, text, label) for n, (text, label, _) in enumerate(rows)], columns)
     env = {**os.environ, "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}", "ENCODER": str(tiny_encoder)}
-    flags = ("--num_classes", "8", "--swaps", "5", "--batch_size=64", "--epochs", "2")
+    flags = ("--num_classes", "8", "--swaps", "5", "--batch_size=64", "--epochs", "2", "--min_steps", "0")
     done = subprocess.run(["bash", "run_all.sh", path, *flags], cwd=folder, capture_output=True, text=True, timeout=PATIENCE,
                           env=env)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -711,7 +711,7 @@ def test_a_real_corpus_as_a_table(real_raw, tmp_path):
     script("make_lt_data.py", *flags)
     flags += ("--out_dir", tmp_path / "out")
     script("pretrain.py", *flags, "--encoder", "minilm", "--epochs", 3)
-    script("train_imbanid.py", *flags, "--epochs", 1)
+    script("train_imbanid.py", *flags, "--epochs", 1, "--min_steps", 0)
     run = tmp_path / "out/bank_s0"
     script("predict.py", run, "--data_dir", tmp_path / "data")
     K = json.loads((run / "results.json").read_text())["num_classes"]

@@ -125,7 +125,7 @@ def real_minilm_run(tmp_path_factory):
     task = ("--dataset", "demo", "--gamma", 10, "--seed", 5, "--data_dir", folder / "data")
     script("make_lt_data.py", *task)
     script("pretrain.py", *task, "--out_dir", folder / "out", "--encoder", "minilm", "--epochs", 3)
-    done = script("train_imbanid.py", *task, "--out_dir", folder / "out", "--epochs", 2)
+    done = script("train_imbanid.py", *task, "--out_dir", folder / "out", "--epochs", 2, "--min_steps", 0)
     return folder / "out/demo_g10_s5", done.stdout
 
 
@@ -146,7 +146,8 @@ def test_on_two_threads_the_same_seed_gives_the_same_bytes(real_minilm_run):
     out, ends = real_minilm_run[0], []
     task = ("--dataset", "demo", "--gamma", 10, "--seed", 5, "--data_dir", out.parents[1] / "data", "--out_dir", out.parent)
     for tag in ("threads", "threads_again"):
-        script("train_imbanid.py", *task, "--epochs", 1, "--swaps", 20, "--tag", tag, env={"OMP_NUM_THREADS": "2"})
+        words = (*task, "--epochs", 1, "--min_steps", 0, "--swaps", 20, "--tag", tag)
+        script("train_imbanid.py", *words, env={"OMP_NUM_THREADS": "2"})
         ends.append(out.with_name(f"{out.name}_{tag}"))
     assert json.loads((ends[0] / "results.json").read_text())["threads"] == 2
     for name in ("test_pred.npy", "pseudo_label.npy", "confidence.npy", "beta.npy", "train_feature.npy", "test_feature.npy"):
