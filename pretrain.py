@@ -163,9 +163,12 @@ def open_pretrained(path, data):
 
 
 def settings(args, dtype):
-    """The flags by which a later call knows a finished run again, --dtype resolved: all but those on where it runs."""
-    kept = {k: v for k, v in asdict(args).items() if k not in ("data_dir", "out_dir", "cache_gb", "restart", "device", "tag")}
-    return kept | {"dtype": str(dtype).split(".")[1]}
+    """The flags by which a later call knows a finished run again, --dtype resolved: all but those on where it runs.
+
+    --min_steps is left out as well, since its --epochs tell what comes of it.
+    """
+    left_out = "data_dir", "out_dir", "cache_gb", "restart", "device", "tag", "min_steps"
+    return {k: v for k, v in asdict(args).items() if k not in left_out} | {"dtype": str(dtype).split(".")[1]}
 
 
 def same_config(found, config, path, restart):
@@ -402,8 +405,9 @@ def run_batches(batches, loss_of, optimizer, args, epoch, came, step, sums, rng,
 
     loss_of(*batch): this process's share of the loss, two parts of it (2,), and training rows for joint_step's message.
     sums (2,): those parts, summed over the first `step` batches on process 0, zeros on the others. rng: what dropout's
-    generator goes on from. Yields (step, sums), then of all processes, for a checkpoint: after every SAVE_STEPS batches, after
-    the last and, once a signal has come (joint_step), after that batch, with which it ends.
+    generator goes on from. schedule: stepped behind the optimizer. Yields (step, those sums over all processes) for a
+    checkpoint: after every SAVE_STEPS batches, after the last and, once a signal has come (joint_step), after that batch,
+    with which it ends.
     """
     dropout_state(sums.device, rng)
     for batch in batches[step:]:

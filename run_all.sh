@@ -26,7 +26,7 @@ if [ $# -lt 1 ]; then usage; fi
 dataset=$1 gamma=10 own=
 case "${dataset,,}" in *.csv | *.tsv | *.jsonl | *.json) own=yes dataset=$(realpath -ms -- "$dataset") ;; esac
 shift
-if [[ -z "$own" && "$dataset" = *.* ]]; then
+if [[ -z "$own" && "$dataset" =~ \.[A-Za-z]+$ ]]; then
     echo "run_all.sh: $dataset is no .csv, .tsv or .jsonl: save it as CSV in UTF-8, with the columns' names in its first line" >&2
     exit 2
 elif [ -z "$own" ]; then

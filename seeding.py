@@ -277,12 +277,12 @@ def num_classes_without_labels(z, num_known, args_of_seeding, seed):
     K = max(4, num_known)
     while K <= len(z) / 2 and K < 4 * max(sharpest[1], likeliest[1]) + 8:  # well past either peak, which may be a flat one
         centre = seed_centres(z, label, K, 0, *args_of_seeding, seed, quiet=True)
-        likeliest = max(likeliest, (evidence(z, centre), K))
+        likeliest = max(likeliest, (evidence(z, centre), K), key=lambda pair: pair[0])
         found, cluster = (z[looked_at] @ centre.T).argmax(1).cpu().unique(return_inverse=True)
         if 1 < len(found) < len(looked_at):
             score = silhouette_samples(z[looked_at].cpu().numpy(), cluster.numpy(), metric="cosine")
             by_cluster = np.bincount(cluster, score) / np.bincount(cluster)
-            sharpest = max(sharpest, ((score.mean() + by_cluster.mean()) / 2, K))
+            sharpest = max(sharpest, ((score.mean() + by_cluster.mean()) / 2, K), key=lambda pair: pair[0])
         K = math.ceil(1.2 * K)
     return math.sqrt(sharpest[1] * likeliest[1])
 

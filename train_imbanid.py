@@ -105,8 +105,8 @@ class Args:
     temperature: float = 0.05  # of the cluster head, log P = log softmax(z . w / temperature); not in the paper
     replace_rate: float = 0.25  # tokens replaced in the augmented view (CLNN's)
     view_epochs: int = 2  # epochs that share one augmented view of the corpus, since the trunk has to run for each
-    epochs: int = 6  # the paper does not say; 0: the seeded head as it is, whatever --min_steps says
-    min_steps: int = 60  # more epochs where these would be fewer batches: a small corpus needs them
+    epochs: int = 6  # at least, see --min_steps; the paper does not say; 0: the seeded head as it is
+    min_steps: int = 60  # more epochs where --epochs has fewer batches than these: a small corpus needs them; 0: no more
     max_steps: int = 400  # no new epoch after so many batches: a large corpus needs fewer epochs
     lr: float = 5e-5  # AdamW, trained layers
     head_lr: float = 5e-4  # AdamW, cluster head
@@ -358,6 +358,11 @@ def score(clusters, pseudo_label, labels, data, num_known):
             "train_unlabelled": cluster_metrics(truth[unlabelled], pseudo_label[unlabelled], num_known, counts)}
 
 
+def wanted_epochs(args, N):
+    """--epochs, or as many more of N rows as make --min_steps batches. It is the number that a run is known again by."""
+    return max(args.epochs, math.ceil(args.min_steps / math.ceil(N / args.batch_size))) if args.epochs else 0
+
+
 def check_flags(args):
     if args.pseudo_label not in ("rot", "cot", "eot", "mot", "kmeans"):
         raise UserError(f"--pseudo_label {args.pseudo_label} is unknown: choose rot, cot, eot, mot or kmeans")
@@ -386,6 +391,7 @@ def main(args):
     check_flags(args)
     run, data, texts, labels, meta = open_run(args)
     wanted_classes(args, meta)  # refused now rather than after the features
+    asked, args.epochs = args.epochs, wanted_epochs(args, len(labels["train"]))
     base = Path(args.out_dir) / run
     out = base.with_name(f"{run}_{args.tag}") if args.tag else base
     pre = open_pretrained(base / "pretrain.pt", data)
@@ -396,6 +402,8 @@ def main(args):
         if first_process():
             print_results(results, out)
         return
+    if first_process() and args.epochs > asked:
+        print(f"{args.epochs} epochs instead of {asked}: of so few rows these are --min_steps {args.min_steps} batches")
     on_all_processes(device, config, lambda *where: train(args, texts, labels, meta, pre, config, data, base, out, *where))
 
 
@@ -488,8 +496,7 @@ def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, s
     """
     N, K, labelled = len(label["train"]), len(head), label["train"] >= 0
     steps = math.ceil(N / args.batch_size)
-    least, most = (math.ceil(n / steps) for n in (args.min_steps, args.max_steps))
-    epochs = min(max(args.epochs, least), most) if args.epochs else 0
+    epochs = min(args.epochs, math.ceil(args.max_steps / steps))
     optimizer = torch.optim.AdamW([{"params": list(encoder.trained_layers.parameters()), "lr": args.lr},
                                    {"params": [head], "lr": args.head_lr}], weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(

@@ -60,7 +60,8 @@ def measure(module, epochs, *words):
     torch.cuda.reset_peak_memory_stats()
     module.train_epoch = train_epoch
     try:
-        module.main(parse_args(module.Args, [*map(str, words), "--epochs", str(epochs), "--restart"]))
+        module.main(parse_args(module.Args, [*map(str, words), "--epochs", str(epochs), "--restart",
+                                             *(("--min_steps", "0") if module is train_imbanid else ())]))
     finally:
         module.train_epoch = original
         smi.terminate()

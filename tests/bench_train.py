@@ -132,10 +132,10 @@ def main(args):
         name = f"{args.dataset}_g{args.gamma:g}_s0"
         rows = len(np.load(folder / "data" / name / "train_label.npy"))
         fast, slow = (*task, "--out_dir", folder / "fast"), (*task, "--out_dir", folder / "slow")
-        pre, train = pretrain.Args().epochs, train_imbanid.Args().epochs
         plain = ("--no_cache", "--dtype", "float32")
         found["fast"] = {"pretrain": run("pretrain.py", fast, "--encoder", "minilm"), "train": run("train_imbanid.py", fast)}
-        found["stages"] = json.loads((folder / "fast" / name / "results.json").read_text())["seconds"]
+        results = json.loads((folder / "fast" / name / "results.json").read_text())
+        found["stages"], pre, train = results["seconds"], pretrain.Args().epochs, results["epochs"]
         found["slow"] = {"pretrain": full_length("pretrain.py", slow, ("--encoder", "minilm", *plain), pre),
                          "train": full_length("train_imbanid.py", slow, (*plain, "--min_steps", 0), train)}
         for side in ("fast", "slow"):

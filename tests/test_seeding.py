@@ -407,6 +407,9 @@ def test_the_moves_find_every_class(seed):
 def test_equal_rows_and_few_rows():
     label = torch.tensor([0, 0] + [-1] * 38)
     assert seed_centres(torch.eye(4)[:1].repeat(40, 1), label, 4, 1, 20.0, 10.0, 5, 0.0, 0).isfinite().all()
+    assert num_classes_without_labels(torch.eye(4)[:1].repeat(40, 1), 0, (20.0, 10.0, 5, 0.0), 0) == 1
+    two = torch.eye(4)[torch.arange(40) % 2]  # at any K the silhouette is 1
+    assert num_classes_without_labels(two, 0, (20.0, 10.0, 5, 0.0), 0) == 4  # where the search begins
     few = torch.tensor([0] * 10 + [-1] * 6)
     assert seed_centres(blobs([8, 8])[0], few, 3, 1, 20.0, 10.0, 5, 0.0, 0).isfinite().all()
 
