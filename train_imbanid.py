@@ -403,7 +403,7 @@ def main(args):
             print_results(results, out)
         return
     if first_process() and args.epochs > asked:
-        print(f"{args.epochs} epochs instead of {asked}: of so few rows these are --min_steps {args.min_steps} batches")
+        print(f"{args.epochs} epochs instead of {asked}, so that these few rows make {args.min_steps} batches (--min_steps)")
     on_all_processes(device, config, lambda *where: train(args, texts, labels, meta, pre, config, data, base, out, *where))
 
 
