@@ -286,8 +286,7 @@ class Labeller:
         self.head = normalize(state["head"].to(device)[self.clusters], dim=1)
 
     def __call__(self, texts):
-        """texts: [str] (B,). Returns lists of clusters and of probabilities, three for a text, best first; fewer with
-        fewer classes."""
+        """texts: [str] (B,). Returns lists of clusters and of probabilities, at most three of each a text, best first."""
         z = normalize(self.encoder.all_features(self.encoder.trunk(self.encoder.tokenize(texts))), dim=1)
         best = (z @ self.head.T / self.temperature).softmax(1).topk(min(3, len(self.head)), dim=1)
         return self.clusters[best.indices].tolist(), best.values.tolist()

@@ -254,8 +254,9 @@ def evidence(z, centre, kappa=20.0):
     Its shares are fitted. A centre of n rows costs d/2 log(1 + kappa v/d n) of log-likelihood (Laplace's approximation), with v
     the variance of the rows and d the number of directions that they vary in, the participation ratio of their covariance.
     """
-    spectrum = torch.linalg.eigvalsh(torch.cov(z.T)).clamp_min(0)
-    variance, directions = spectrum.sum(), spectrum.sum() ** 2 / spectrum.square().sum()
+    covariance = torch.cov(z.T)
+    variance = covariance.trace()
+    directions = variance ** 2 / covariance.square().sum()  # of its eigenvalues: the square of their sum over that of squares
     n = z.new_full((len(centre),), len(z) / len(centre))
     for _ in range(20):
         score = mixture_score(z, centre, ((n + 1e-3) / len(z)).log(), kappa)

@@ -60,8 +60,7 @@ def measure(module, epochs, *words):
     torch.cuda.reset_peak_memory_stats()
     module.train_epoch = train_epoch
     try:
-        module.main(parse_args(module.Args, [*map(str, words), "--epochs", str(epochs), "--restart",
-                                             *(("--min_steps", "0") if module is train_imbanid else ())]))
+        module.main(parse_args(module.Args, [*map(str, words), "--epochs", str(epochs), "--restart"]))
     finally:
         module.train_epoch = original
         smi.terminate()
@@ -100,7 +99,7 @@ def main(args):
         for side, flags in (("fast", ()), ("slow", ("--no_cache", "--dtype", "float32"))):  # behind the first epoch 10 with 2
             words = (*task, "--out_dir", folder / side, *flags)  # maskings, 6 with 3 views
             found[side] = {"pretrain": measure(pretrain, 12, *words, "--encoder", encoder, "--patience", 100),
-                           "train": measure(train_imbanid, 8, *words)}
+                           "train": measure(train_imbanid, 8, *words, "--min_steps", 0)}
         model = Encoder(str(encoder), 128, torch.device("cuda"), torch.bfloat16)
         works, rate = operations(model, folder / "data" / name), matrix_rate(torch.bfloat16, 8192, 8192, 8192, "cuda")
     found["matrix_rate"] = rate

@@ -27,7 +27,6 @@ REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
 import pretrain  # noqa: E402
-import train_imbanid  # noqa: E402
 from encoder import Encoder, pick_dtype  # noqa: E402
 from make_lt_data import read_run, run_script, write_atomic  # noqa: E402
 
@@ -113,9 +112,8 @@ def operations(encoder, data):
     return H * H * (3 * (12 * labelled + mlm) + 12 * dev), H * H * (3 * 12 * 2 * tokens + 12 * tokens + 12 * dev)
 
 
-def floor(data, dtype):
-    """Seconds of these products in all epochs of both stages at the rate of matrix_rate."""
-    epochs = pretrain.Args().epochs, train_imbanid.Args().epochs
+def floor(data, dtype, epochs):
+    """Seconds of these products in the epochs (pre-training's, stage 3's) at the rate of matrix_rate."""
     work = operations(Encoder("minilm", 128, torch.device("cpu"), torch.float32), data)
     return 2 * sum(n * each for n, each in zip(epochs, work)) / matrix_rate(dtype)
 
@@ -143,7 +141,7 @@ def main(args):
             for stage, epochs in (("pretrain", pre), ("train", train)):
                 found[side][stage]["rows_per_second"] = rows * epochs / found[side][stage]["seconds"]
         found["ratio"] = found["slow"]["total"] / found["fast"]["total"]
-        found["floor_seconds"] = floor(folder / "data" / name, dtype)
+        found["floor_seconds"] = floor(folder / "data" / name, dtype, (pre, train))
         found["over_floor"] = found["fast"]["total"] / found["floor_seconds"]
         found["processes"] = {}
         for P in map(int, args.processes.split(",") if args.processes else ()):
