@@ -346,8 +346,8 @@ def rates_of(optimizer):
 def joint_step(loss, optimizer, where, rows, came=()):
     """An optimizer step with the gradients of all processes' shares of the loss summed, and clipped to 1.0.
 
-    where and rows, training rows of the batch (this process's or all), are for the UserError of a loss or a gradient that is
-    not finite. came: what signals_held yields. Returns whether a signal came to any process, so that all stop at one step.
+    where and rows, the training rows of the batch, are for the UserError of a loss or a gradient that is not finite. came:
+    what signals_held yields. Returns whether a signal came to any process, so that all stop at one step.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     optimizer.zero_grad()
@@ -357,13 +357,9 @@ def joint_step(loss, optimizer, where, rows, came=()):
     flat = sum_over_ranks(torch.cat(
         [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters] + [beside]))
     if not torch.isfinite(flat).all():
-        parts = [rows.tolist()]
-        if dist.is_initialized():
-            parts = [None] * dist.get_world_size()
-            dist.all_gather_object(parts, rows.tolist())
         raise UserError(f"the loss or a gradient is not finite in {where}, at lr {rates_of(optimizer)}: try a smaller --lr or "
                         f"--dtype float32; the last checkpoint is from before. Training rows of the batch: "
-                        f"{sorted({*sum(parts, [])})}")
+                        f"{sorted({*rows.tolist()})}")
     stopped = bool(flat[-1] > 0)  # read before the step, which a GPU would first have to end
     for p, g in zip(parameters, flat[:-2].split([p.numel() for p in parameters])):
         p.grad = g.view_as(p)

@@ -202,18 +202,20 @@ def batch_loss(encoder, head, hidden, view, rows, pseudo_label, confidence, clea
 
 def train_epoch(encoder, head, optimizer, schedule, hidden, view, pseudo_label, confidence, clean, steps, args, epoch, came,
                 step, sums, rng, rank, world):
-    """`steps` batches over this process's rows, as pretrain.py's run_batches has it; sums of the contrastive loss and CE.
+    """`steps` batches of all rows, as pretrain.py's run_batches has it; sums of the contrastive loss and CE.
 
-    hidden, view: Packed, and pseudo_label, confidence, clean (n,): all of this process's rows.
+    Every process draws the same batches and takes its rows of them, hidden and view: Packed. pseudo_label, confidence, clean
+    (N,): of all rows.
     """
     generator = seed_epoch(args.seed, epoch, rank, step)
-    generator.manual_seed(generator.initial_seed() + 104729 * rank)  # or rows p and p + 1 would meet in every batch
     encoder.train()
-    batches = torch.randperm(len(hidden), generator=generator).to(encoder.device).tensor_split(steps)
+    batches = torch.randperm(len(pseudo_label), generator=generator).tensor_split(steps)
+    assigned = [x[rank::world] for x in (pseudo_label, confidence, clean)]
 
     def loss_of(rows):
-        loss, contrastive, ce = batch_loss(encoder, head, hidden, view, rows, pseudo_label, confidence, clean, args)
-        return loss, torch.stack([contrastive, ce]), rank + world * rows
+        own = (rows[rows % world == rank] // world).to(encoder.device)
+        loss, contrastive, ce = batch_loss(encoder, head, hidden, view, own, *assigned, args)
+        return loss, torch.stack([contrastive, ce]), rows
 
     return run_batches([(rows,) for rows in batches], loss_of, optimizer, args, epoch, came, step, sums, rng, rank, schedule)
 
@@ -552,11 +554,10 @@ def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, s
                 view = None  # two of them need not be held at once
                 drawing = torch.Generator().manual_seed(7919 * (epoch // args.view_epochs + 1) + 104729 * args.seed + rank)
                 view = encoder.cache(encoder.replace_tokens(tokens["train"], args.replace_rate, drawing))
-            own = (x[rank::world] for x in (pseudo_label, confidence, clean))
             epoch += 1
             with signals_held() as came:  # until what was done is saved
-                for step, sums in train_epoch(encoder, head, optimizer, schedule, hidden["train"], view, *own, steps, args,
-                                              epoch, came, *begun, rank, world):
+                for step, sums in train_epoch(encoder, head, optimizer, schedule, hidden["train"], view, pseudo_label,
+                                              confidence, clean, steps, args, epoch, came, *begun, rank, world):
                     check_weights(optimizer, f"epoch {epoch}, step {step} of {steps}")
                     bar.update(steps * (epoch - 1) + step - bar.n)
                     if step < steps:

@@ -253,7 +253,7 @@ def test_a_damaged_cache_of_the_kmeans_rows_is_made_anew(tiny_run):
 
 @pytest.mark.parametrize("P, pseudo_label", [(2, "rot"), (4, "rot"), (4, "kmeans")])  # 174 rows: 4 does not divide them
 def test_several_processes_give_what_one_gives(tiny_run, P, pseudo_label):
-    """Under torchrun each process holds every P-th row and draws its own batches, which a tiny learning rate makes harmless."""
+    """Under torchrun each process holds every P-th row and draws its own dropout, which a tiny learning rate makes harmless."""
     task = tiny_run[0]
     flags = ("--epochs", 1, "--pseudo_label", pseudo_label, "--restart", "--lr", 1e-12, "--head_lr", 1e-12)
     one, first = train(task, "--tag", f"one{P}", *flags)
@@ -270,17 +270,35 @@ def test_several_processes_give_what_one_gives(tiny_run, P, pseudo_label):
     assert one["test"] == several["test"]
 
 
-def test_a_batch_of_all_rows_has_the_same_losses_on_two_processes(tiny_run, calm_encoder, tmp_path):
-    """Each process has its own rows' labels, confidence and clean flags, or the losses would differ."""
-    task = (*tiny_run[0][:-1], tmp_path / "out")
+def test_stage_3_on_several_processes_is_that_on_one(tiny_run, calm_encoder, tmp_path, monkeypatch):
+    """All draw the same batches; so does a run that was stopped within an epoch and goes on on another number of them."""
+    task, save = (*tiny_run[0][:-1], tmp_path / "out"), train_imbanid.save_checkpoint
     script("pretrain.py", *task, "--encoder", calm_encoder, *TINY_PRETRAIN)
-    words = (*task, *TINY_TRAIN, "--epochs", 1, "--replace_rate", 0, "--batch_size", 512)
-    logs = []
-    for P in (1, 2):
-        script("train_imbanid.py", *words, "--tag", f"P{P}", nproc=P)
-        logs.append(json.loads((tmp_path / f"out/demo_g4_s0_P{P}/log.jsonl").read_text()))
-    for key in ("contrastive", "ce", "clean", "dev_accuracy"):
-        assert logs[0][key] == pytest.approx(logs[1][key], rel=1e-4), key
+    flags = ("--epochs", 2, "--replace_rate", 0, "--batch_size", 16)  # 11 batches an epoch
+    ends = [train(task, *flags, "--tag", "P1")[1]]
+
+    def stop(path, **state):
+        save(path, **state)
+        if state["epoch"] == 1 and state["step"] == 4:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pretrain, "SAVE_STEPS", 4)
+        patched.setattr(train_imbanid, "save_checkpoint", stop)
+        with pytest.raises(KeyboardInterrupt):
+            train(task, *flags, "--tag", "P1_3")
+    for tag, P in (("P2", 2), ("P4", 4), ("P1_3", 3)):
+        said = script("train_imbanid.py", *task, *TINY_TRAIN, *flags, "--tag", tag, nproc=P).stdout
+        assert ("after epoch 1 and 4 batches" in said) == (tag == "P1_3")
+        ends.append(tmp_path / f"out/demo_g4_s0_{tag}")
+    logs = [[json.loads(line) for line in (end / "log.jsonl").read_text().splitlines()] for end in ends]
+    saved = [torch.load(end / "last.pt", weights_only=True) for end in ends]
+    for log, state in zip(logs[1:], saved[1:]):
+        for line, other in zip(logs[0], log, strict=True):
+            for key in ("contrastive", "ce", "clean", "confidence", "dev_accuracy"):
+                assert line[key] == pytest.approx(other[key], rel=1e-3), key
+        for name, value in (saved[0]["trained_layers"] | {"": saved[0]["head"]}).items():
+            assert torch.allclose((state["trained_layers"] | {"": state["head"]})[name], value, atol=1e-4), name
 
 
 def test_what_stage_3_hands_from_epoch_to_epoch(tiny_run, monkeypatch):
