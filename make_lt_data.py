@@ -263,7 +263,7 @@ def part_of(path):
     for left in path.parent.glob(f"{glob.escape(path.name)}.*.*.part"):
         node, pid = left.name.split(".")[-3:-1]
         if node == own.rpartition(".")[0] and pid.isdigit() and (int(pid) == os.getpid() or not is_running(int(pid))):
-            shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
+            shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
     return path.with_name(f"{path.name}.{own}.part")
 
 
@@ -385,6 +385,7 @@ def read_rows(path):
                 raise UserError(f"{path}, line {reader.line_num}: {len(row)} column(s), expected text <tab> label")
             if not (row[0].strip() and row[1].strip()):
                 raise UserError(f"{path}, line {reader.line_num}: empty {'text' if row[1].strip() else 'label'}")
+            rows[-1][1] = " ".join(rows[-1][1].split())  # a line of labels.txt
     except csv.Error as err:
         raise UserError(f"{path}, line {reader.line_num}: broken quoting ({err})") from None
     if len(rows) < 2:
@@ -575,9 +576,12 @@ def delimited(file, path, first, above, said):
 
 
 def digest(lines):
-    """What a table's lines, dicts, say, whatever a spreadsheet makes of their quotes, spaces, order, and numbers of percent."""
-    said = (sorted((key, " ".join(value.split())) for key, value in line.items()
-                   if key not in ("share", "confidence") or re.search(r"[^\d.,]", value)) for line in lines)
+    """What a table's lines, dicts, say, whatever a spreadsheet makes of their quotes, spaces, order, and of 55.10, 55,1."""
+    def plain(key, value):
+        number = key in ("share", "confidence") and re.fullmatch(r"(\d+)(?:[.,](\d+))?", value)
+        return str(float(f"{number[1]}.{number[2] or 0}")) if number else value
+
+    said = (sorted((key, plain(key, " ".join(value.split()))) for key, value in line.items()) for line in lines)
     return hashlib.sha256(b"".join(sorted(hashlib.sha256(repr(line).encode()).digest() for line in said))).hexdigest()
 
 
@@ -791,8 +795,11 @@ def write_run(folder, texts, labels, names, arrays, meta):
         for name, values in arrays.items():
             np.save(part / f"{name}.npy", values)
         write_atomic(part / "meta.json", json.dumps(meta, indent=1) + "\n")
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(part, folder)
+        try:
+            os.replace(part, folder)  # which may be there, without a file in it
+        except OSError:
+            if not (folder / "meta.json").exists():  # else another run on the same task was faster
+                raise
     finally:
         shutil.rmtree(part, ignore_errors=True)
 

@@ -42,6 +42,7 @@ from encoder import Encoder, pick_dtype
 from make_lt_data import (
     TASK,
     UserError,
+    check_positive,
     flag_parser,
     open_table,
     part_of,
@@ -84,7 +85,8 @@ def pieces(text):
 def keywords(texts, cluster, K, most=8):
     """Class-based TF-IDF (Grootendorst 2022, Eq. 2): K lists of words, best first. texts: [str] (N,). cluster: int (N,).
 
-    A pair of neighbouring words leads where it weighs enough beside the best single word, the others are single words.
+    A pair of words, neighbours where function words are left out, leads if it weighs enough beside the best single word; the
+    others are single words.
     Scripts that write without spaces are read by two to four letters instead, weighed by the root of their number.
     """
     letters = [letter for text in texts[:2000] for letter in text if letter.isalpha()]
@@ -111,7 +113,7 @@ def keywords(texts, cluster, K, most=8):
                 break
             if not spaced and any(terms[j] in term or term in terms[j] for term in chosen):
                 continue
-            if terms[j].rstrip("s") not in seen:  # tax and taxes are one keyword
+            if terms[j].rstrip("s") not in seen:  # card and cards are one keyword
                 chosen.append(terms[j])
                 seen.add(terms[j].rstrip("s"))
         found.append(chosen)
@@ -176,10 +178,12 @@ def open_model(run):
     """(checkpoint of the last epoch, results.json) of a run folder."""
     try:
         results = json.loads((run / "results.json").read_text())
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        raise UserError(f"{run} is no finished run (no results.json): pass a folder that train_imbanid.py wrote") from None
-    if results["method"] != "imbanid":
-        raise UserError(f"{run} is a run of {results['method']}, which has no cluster head: pass one of train_imbanid.py")
+        method = results["method"]
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
+        raise UserError(f"{run} is no finished run (results.json is missing or damaged): pass a folder that train_imbanid.py "
+                        "wrote") from None
+    if method != "imbanid":
+        raise UserError(f"{run} is a run of {method}, which has no cluster head: pass one of train_imbanid.py")
     try:
         state = load_checkpoint(run / "last.pt")
     except UserError:
@@ -419,8 +423,7 @@ def main(words):
     args = parser.parse_args(words)
     if Path(args.output).suffix.lower() in (".tsv", ".json", ".jsonl", *SPREADSHEETS):
         raise UserError(f"--output {args.output}: what is written is CSV: choose a name that ends in .csv")
-    if args.batch_size < 1:
-        raise UserError(f"--batch_size {args.batch_size} must be 1 or more")
+    check_positive(args, "batch_size")
     of_new_texts = [flag for flag in ("output", "text_column", "batch_size", "device", "dtype")
                     if getattr(args, flag) != parser.get_default(flag)]
     if args.input is None and of_new_texts:

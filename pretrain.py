@@ -194,7 +194,8 @@ def open_checkpoint(path, config, restart):
 def seed_epoch(seed, epoch, rank=0, step=0):
     """Seed dropout for what follows step `step` of an epoch and return the generator of the epoch's batches.
 
-    So a run that goes on from a checkpoint draws what an unbroken one draws.
+    So a run that goes on from a checkpoint draws what an unbroken one draws: of what a signal stopped at any step this is so
+    on one process, whose generator the checkpoint holds (dropout_state).
     """
     torch.manual_seed(1_000_003 * (seed + 1) + 1009 * epoch + rank + 15_485_863 * step)
     return torch.Generator().manual_seed(1_000_003 * (seed + 1) + 1009 * epoch)
@@ -248,7 +249,7 @@ def start_processes(device, config):
         raise UserError(f"WORLD_SIZE is {world}, but nothing else says that torchrun started this: start it with torchrun, or "
                         "unset WORLD_SIZE")
     if device.type == "cuda":
-        if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > torch.cuda.device_count():
+        if int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count():
             raise UserError(f"{os.environ['LOCAL_WORLD_SIZE']} processes for {torch.cuda.device_count()} visible GPUs: start "
                             "one for each GPU, or pass --device cpu")
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -402,8 +403,8 @@ def run_batches(batches, loss_of, optimizer, args, epoch, came, step, sums, rng,
     loss_of(*batch): this process's share of the loss, two parts of it (2,), and training rows for joint_step's message.
     sums (2,): those parts, summed over the first `step` batches on process 0, zeros on the others. rng: what dropout's
     generator goes on from. schedule: stepped behind the optimizer. Yields (step, those sums over all processes) for a
-    checkpoint: after every SAVE_STEPS batches, after the last and, once a signal has come (joint_step), after that batch,
-    with which it ends.
+    checkpoint: after every SAVE_STEPS batches, after the last and, once a signal has come (joint_step), after that batch;
+    then, but for the last, KeyboardInterrupt ends the run.
     """
     dropout_state(sums.device, rng)
     for batch in batches[step:]:
@@ -416,9 +417,10 @@ def run_batches(batches, loss_of, optimizer, args, epoch, came, step, sums, rng,
         if step % SAVE_STEPS == 0:
             seed_epoch(args.seed, epoch, rank, step)
         if stopped or step % SAVE_STEPS == 0 or step == len(batches):
+            check_weights(optimizer, f"epoch {epoch}, step {step} of {len(batches)}")
             yield step, sum_over_ranks(sums.clone())
-        if stopped:
-            return
+        if stopped and step < len(batches):
+            raise KeyboardInterrupt
 
 
 def train_epoch(encoder, classifier, optimizer, hidden, masked, target, label, args, epoch, came, step, sums, rng, rank, world):
@@ -552,12 +554,9 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
             with signals_held() as came:  # until what was done is saved
                 for step, sums in train_epoch(encoder, classifier, optimizer, hidden["train"], masked, target, label, args,
                                               epoch, came, *begun, rank, world):
-                    check_weights(optimizer, f"epoch {epoch}, step {step} of {steps}")
                     bar.update(steps * (epoch - 1) + step - bar.n)
                     if step < steps:
                         save(epoch - 1, step, sums)
-                if step < steps:
-                    raise KeyboardInterrupt
                 ce, mlm = (sums / steps).tolist()
                 begun = fresh
                 z = unit_features("dev")

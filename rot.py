@@ -61,7 +61,8 @@ def relaxed_ot(log_p, lambda1=0.05, lambda2=2.0, *, row=None, prior=None, penalt
     solver "sinkhorn" does so with a prior of five decades already.
     """
     lambda2 = 1.0 if penalty == "equality" else lambda2  # which has no use for it
-    log_p, alpha, prior, g, reduce = _check(log_p, lambda1, lambda2, row, prior, penalty, solver, init, reduce)
+    log_p, alpha, prior, g = _check(log_p, lambda1, lambda2, row, prior, penalty, solver, init)
+    reduce = reduce or (lambda x: x)
     limits = {"tol": (tol, 0), "max_iter": (max_iter, 0), "sweeps": (sweeps, 1), "chunk_rows": (chunk_rows, 1)}
     for name, (value, least) in limits.items():
         if value is not None and not value >= least:
@@ -106,11 +107,8 @@ def moving_average_marginal(beta, log_p, mu=0.9, reduce=None):
     return mu * beta + (1 - mu) * v / v.sum()
 
 
-def _check(log_p, lambda1, lambda2, row, prior, penalty, solver, init, reduce):
+def _check(log_p, lambda1, lambda2, row, prior, penalty, solver, init):
     """The arguments as float tensors on log_p's device, or a ValueError that names the one that is wrong."""
-    if reduce is None:
-        def reduce(x):
-            return x
     if not torch.is_tensor(log_p) or log_p.ndim != 2 or not log_p.is_floating_point() or log_p.shape[1] == 0:
         raise ValueError("log_p must be a floating-point tensor of shape (N, K)")
     N, K = log_p.shape
@@ -138,7 +136,7 @@ def _check(log_p, lambda1, lambda2, row, prior, penalty, solver, init, reduce):
         g = g - g.max()
     if not g.isfinite().all():
         raise ValueError("init must be finite")
-    return log_p, alpha, prior, g.detach().clone(), reduce
+    return log_p, alpha, prior, g.detach().clone()
 
 
 def _survey(log_p, alpha, prior, penalty, lambda1, chunk_rows, reduce):

@@ -89,11 +89,11 @@ def mixture_score(x, total, log_share, kappa):
 
 
 def class_sizes(label, num_known, K, sample_rate):
-    """Rows that the first classes have, of whose n rows c = ceil(sample_rate n) are labelled: (c - 1) / rate < n <= c / rate.
+    """How many rows each known class has, judged by its c labelled ones: (num_known,), or of all classes (K,).
 
-    Those of the known classes (num_known,), the middle of that range. If these are as large as each other, so that the data
-    are balanced, those of all classes (K,): the novel ones share what is left. Fewer than four known classes with three
-    labelled rows each say nothing of that.
+    c = ceil(sample_rate n) of a class's n rows are labelled, so (c - 1) / rate < n <= c / rate: the middle of that. If the
+    known classes are as large as each other, the data are balanced, and the novel ones share what is left. Fewer than four
+    known classes with three labelled rows each say nothing of that.
     """
     count = label[label >= 0].bincount(minlength=num_known).clamp_min(1)
     most = count / sample_rate
@@ -172,9 +172,7 @@ def seed_centres(x, label, K, num_known, kappa, label_weight, swaps, sample_rate
         return total, log_share, likelihood[free], objective
 
     uniform = -math.log(K)
-    size = None
-    if sample_rate and num_known:
-        size = class_sizes(label, num_known, K, sample_rate)
+    size = class_sizes(label, num_known, K, sample_rate) if sample_rate and num_known else None
     if len(free) > SEARCHED:
         rows = searched_rows(label, generator)
         centre = seed_centres(x[rows], label[rows], K, num_known, kappa, label_weight, swaps, 0.0, seed, quiet)
@@ -218,13 +216,14 @@ def appendix_e(z, num_known, max_classes, min_cluster, seed):
 
 
 def splits_and_merges(z, label, dev_z, dev_label, K, args_of_seeding, seed):
-    """B-cubed recall and precision of known classes that were hidden from a seeding with K centres.
+    """B-cubed recall and precision, from 0 to 1, of known classes that were hidden from a seeding with K centres.
 
-    Every known class is hidden once, a quarter of them at a time. z: (N, H), label: (N,), -1 unlabelled; dev_z, dev_label: the
-    labelled rows that the seeding never sees. Recall is the share of a row's class that is in its cluster, precision the
-    share of its cluster that is of its class, both over labelled and dev rows, itself left out; the mean over hidden rows.
-    Of the classes that compete for the novel centres only the hidden ones have labelled rows to be seen by; what they put
-    into a row's cluster stands for what the K - num_known unknown classes put there as well.
+    Every known class is hidden once, a quarter of them at a time. z: (N, H), label: (N,), -1 unlabelled; dev_z, dev_label:
+    the labelled rows that the seeding never sees. args_of_seeding: seed_centres' kappa to sample_rate. Recall is the share of
+    a row's class that is in its cluster, precision the share of its cluster that is of its class, both over labelled and dev
+    rows, itself left out; the mean over hidden rows. Of the classes that compete for the novel centres only the hidden ones
+    have labelled rows to be seen by; what they put into a row's cluster stands for what the K - num_known unknown classes put
+    there as well.
     """
     num_known, generator = int(label.max()) + 1, torch.Generator().manual_seed(seed)
     rows, truth = torch.cat([z[label >= 0], dev_z]), torch.cat([label[label >= 0], dev_label])

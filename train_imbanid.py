@@ -22,7 +22,7 @@ import re
 import resource
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -52,7 +52,6 @@ from make_lt_data import (
 from metrics import cluster_metrics
 from pretrain import (
     check_same_checkpoint,
-    check_weights,
     commit,
     dropout_state,
     gather_rows,
@@ -362,7 +361,8 @@ def score(clusters, pseudo_label, labels, data, num_known):
 
 def wanted_epochs(args, N):
     """--epochs, or as many more of N rows as make --min_steps batches. It is the number that a run is known again by."""
-    return max(args.epochs, math.ceil(args.min_steps / math.ceil(N / args.batch_size))) if args.epochs else 0
+    wanted = min(args.min_steps, args.max_steps)
+    return max(args.epochs, math.ceil(wanted / math.ceil(N / args.batch_size))) if args.epochs else 0
 
 
 def check_flags(args):
@@ -393,7 +393,7 @@ def main(args):
     check_flags(args)
     run, data, texts, labels, meta = open_run(args)
     wanted_classes(args, meta)  # refused now rather than after the features
-    asked, args.epochs = args.epochs, wanted_epochs(args, len(labels["train"]))
+    asked, args = args.epochs, replace(args, epochs=wanted_epochs(args, len(labels["train"])))
     base = Path(args.out_dir) / run
     out = base.with_name(f"{run}_{args.tag}") if args.tag else base
     pre = open_pretrained(base / "pretrain.pt", data)
@@ -405,7 +405,7 @@ def main(args):
             print_results(results, out)
         return
     if first_process() and args.epochs > asked:
-        print(f"{args.epochs} epochs instead of {asked}, so that these few rows make {args.min_steps} batches (--min_steps)")
+        print(f"{args.epochs} epochs instead of {asked}, since these few rows make few batches (--min_steps {args.min_steps})")
     on_all_processes(device, config, lambda *where: train(args, texts, labels, meta, pre, config, data, base, out, *where))
 
 
@@ -558,12 +558,9 @@ def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, s
             with signals_held() as came:  # until what was done is saved
                 for step, sums in train_epoch(encoder, head, optimizer, schedule, hidden["train"], view, pseudo_label,
                                               confidence, clean, steps, args, epoch, came, *begun, rank, world):
-                    check_weights(optimizer, f"epoch {epoch}, step {step} of {steps}")
                     bar.update(steps * (epoch - 1) + step - bar.n)
                     if step < steps:
                         save(epoch - 1, step, sums)
-                if step < steps:
-                    raise KeyboardInterrupt
                 contrastive, ce = (sums / steps).tolist()
                 begun = fresh
                 predicted = (encoder.all_features(hidden["dev"]) @ normalize(head.detach(), dim=1).T).argmax(1)

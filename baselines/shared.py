@@ -20,7 +20,7 @@ import math
 import os
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -136,8 +136,7 @@ class Run:
 def pre_trained(args, path, data):
     """The checkpoint of pretrain.py, the paper's CE + MLM: of this run if there is one, else made now."""
     if not path.exists():
-        pretrain.main(pretrain.Args(**{k: v for k, v in asdict(args).items() if k in Flags.__dataclass_fields__
-                                       and k in pretrain.Args.__dataclass_fields__}))
+        pretrain.main(pretrain.Args(**{f.name: getattr(args, f.name) for f in fields(Flags) if f.name != "tag"}))
     pre = pretrain.open_pretrained(path, data)
     for flag in ("encoder", "max_length", "trained_layers"):
         made_with = pre["config"][flag]

@@ -84,6 +84,27 @@ def test_two_processes_may_write_the_same_file_and_what_killed_ones_left_goes(tm
     assert of_living.exists() and elsewhere.exists() and not of_dead.exists() and not folder.exists()
 
 
+def test_of_two_that_make_the_same_data_the_first_stays(tmp_path, tiny_raw, monkeypatch):
+    flags = ("--dataset", "demo", "--gamma", "4", "--raw_dir", str(tiny_raw), "--data_dir", str(tmp_path))
+    save, folder = np.save, tmp_path / "demo_g4_s0"
+    folder.mkdir()  # an empty one is nobody's
+
+    def faster(path, values):
+        monkeypatch.setattr(np, "save", save)
+        script("make_lt_data.py", *flags)
+        (folder / "train_row.npy").write_text("of the first")
+        save(path, values)
+
+    monkeypatch.setattr(np, "save", faster)
+    make_lt_data.main(parse_args(make_lt_data.Args, [*flags]))
+    assert (folder / "train_row.npy").read_text() == "of the first" and [*tmp_path.iterdir()] == [folder]
+
+
+def test_a_label_of_a_corpus_is_one_line(tmp_path):
+    write_tsv(tmp_path / "train.tsv", [["text", "label"], ["one", " a\nlabel "], ["two", "a  label"]])
+    assert make_lt_data.read_rows(tmp_path / "train.tsv") == [["one", "a label"], ["two", "a label"]]
+
+
 def test_hidden_labels_are_only_in_train_truth(tiny_run):
     task, folder = tiny_run
     run = folder / "data" / "demo_g4_s0"

@@ -564,7 +564,12 @@ def test_labels_that_were_filled_in_are_never_written_over(own_run, tmp_path):
         return edited, script("predict.py", run, "--data_dir", folder / "data").stdout
 
     script("predict.py", run, "--data_dir", folder / "data")
-    _, said = fill(lambda lines: lines.reverse())  # sorted, but with no other labels
+    def saved_anew(lines):  # sorted, with other numbers of digits, but with no other labels
+        lines.reverse()
+        for line, number in zip(lines, ("{}0", "{}")):
+            line["confidence"] = number.format(line["confidence"]).replace(".", ",")
+
+    _, said = fill(saved_anew)
     assert "was edited" not in said and not [*run.glob("assignments_edited*")]
     labels = [line["label"] for line in read(run / "assignments.csv")]  # of the new name, for a second round
     assert "NEW NAME" in labels and known["name"] not in labels
@@ -579,7 +584,8 @@ def test_labels_that_were_filled_in_are_never_written_over(own_run, tmp_path):
                lambda lines: [line.update(label="another", name="another") for line in lines if line["label"] == "NEW NAME"],
                lambda lines: lines[empty].update(name="another"), lambda lines: [line.update(note="mine") for line in lines],
                lambda lines: move(lines).update(cluster=known["id"], name="NEW NAME"), lambda lines: lines.pop(empty),
-               lambda lines: lines[full].update(text="corrected"), lambda lines: lines[full].update(confidence="99 (checked)"))
+               lambda lines: lines[full].update(text="corrected"), lambda lines: lines[full].update(confidence="99 (checked)"),
+               lambda lines: lines[empty].update(confidence="100"))
     for n, change in enumerate(changes):
         edited, said = fill(change)
         aside = run / f"assignments_edited{n or ''}.csv"
@@ -621,7 +627,9 @@ def test_a_table_has_no_gamma():
 
 def test_bad_calls_of_predict(own_run, tmp_path, tiny_run):
     folder, run, _, _ = own_run
-    one_line_error(script("predict.py", tmp_path, ok=False), "no finished run")
+    for text in (None, "{}", "[]", "{"):
+        (tmp_path / "results.json").write_text(text) if text else None
+        one_line_error(script("predict.py", tmp_path, ok=False), "no finished run")
     one_line_error(script("predict.py", run, tmp_path / "none.csv", ok=False), "missing")
     one_line_error(script("predict.py", run, "/dev/null", ok=False), "no regular file", "stdin")
     one_line_error(script("predict.py", ok=False), "--help")

@@ -1140,9 +1140,11 @@ def test_scores_within_a_run_are_those_of_its_files(tiny_run, encoder):
 
 def test_a_small_corpus_has_more_epochs_and_a_large_one_fewer(tiny_run):
     """An epoch has three batches here."""
-    for n, (flags, epochs) in enumerate(((("--min_steps", 7), 3), (("--min_steps", 7, "--max_steps", 4), 2),
+    for n, (flags, epochs) in enumerate(((("--min_steps", 7), 3), (("--min_steps", 70, "--max_steps", 7), 3),
+                                         (("--min_steps", 7, "--max_steps", 4), 2),
                                          (("--min_steps", 7, "--epochs", 0), 0), (("--min_steps", 4, "--epochs", 3), 3))):
-        assert train(tiny_run[0], *flags, "--tag", f"steps{n}")[0]["epochs"] == epochs
+        results = train(tiny_run[0], *flags, "--tag", f"steps{n}")[0]
+        assert results["epochs"] == results["config"]["epochs"] == epochs
 
 
 def test_what_stage_3_is_given(tiny_run, monkeypatch):
