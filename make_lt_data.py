@@ -101,199 +101,59 @@ FEWEST_TEXTS = 10
 csv.field_size_limit(2**31 - 1)  # a support ticket may be longer than the csv module's 131,072 characters
 
 
-# ---- what every script shares: one line for a user's mistake, flags from the dataclass, files that appear whole ----
-
-class UserError(Exception):
-    """Something the user can mend. run_script prints it as one line and exits with 2."""
-
-
-class ThisProcessError(UserError):
-    """What a process of torchrun may be alone to meet, so that it says so itself and does not leave it to the first one."""
-
-
-def flag_parser(description):
-    """An ArgumentParser that takes no abbreviations and raises UserError for a bad flag."""
-    parser = argparse.ArgumentParser(description=description, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-
-    def error(message):  # argparse's own prints the usage as well and exits
-        raise UserError(f"{message}; --help lists the flags")
-
-    parser.error = error
-    return parser
-
-
-def parse_args(Args, argv=None):
-    """Args with the command line applied: one flag a field, its help the field's comment. A bad flag raises UserError."""
-    parser = flag_parser(sys.modules[Args.__module__].__doc__)
-    source = "".join(inspect.getsource(part) for part in Args.__mro__[:-1])
-    comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", source, re.M))
-    for field in fields(Args):
-        text = comments.get(field.name, "").replace("%", "%%")
-        if field.type is bool:
-            parser.add_argument(f"--{field.name}", action="store_true", help=text)
-        else:
-            parser.add_argument(f"--{field.name}", type=field.type, default=field.default, metavar=field.type.__name__,
-                                help=f"{text} (default: {field.default!r})".replace("''", "empty"))
-    return Args(**vars(parser.parse_args(argv)))
-
-
-def first_process():
-    """Whether this process is its node's one that speaks: under torchrun all meet the same mistakes and finished runs."""
-    return os.environ.get("LOCAL_RANK", "0") == "0"
-
-
-def run_script(main, Args=None):
-    """Run main(args), or main(words) without Args, and turn what a user can cause into one line on stderr, exit code 2."""
-    def stop(*_):
-        raise KeyboardInterrupt("SIGTERM")
-
-    signal.signal(signal.SIGTERM, stop)  # a batch system's way to say Ctrl-C, and torchrun's to those who outlive a process
-    if sys.stdout:
-        sys.stdout.reconfigure(errors="backslashreplace")  # a name may hold what the screen has no letter for
-    try:
-        main(parse_args(Args) if Args else sys.argv[1:])
-        flush_stdout()  # here, where an error still has a place
-    except BaseException as err:
-        said = explain(err, Args)
-        if not said:
-            raise
-        leave(*said)
-
-
-def quoted(text, line=0):
-    """A line of another library's message, as a message of ours quotes it: cut, since some go on for a page."""
-    said = (str(text).strip().splitlines() or [""])[line]
-    return said if len(said) <= 150 else said[:147].rsplit(" ", 1)[0] + " ..."
-
-
-def explain(err, Args):
-    """(message, whether every process of torchrun says it or one for all) of an error that a user can mend, else None."""
-    goes_on = "; the same command goes on from what is saved" if hasattr(Args, "restart") else ""
-    text = str(err).strip()
-    if isinstance(err, UserError):
-        return str(err), isinstance(err, ThisProcessError)
-    if isinstance(err, BrokenPipeError):  # `| head` has read enough
-        if not goes_on:
-            os._exit(0)
-        return "its standard output was closed" + goes_on, True
-    # None is numpy's short write; the rest are disks that are full and paths that are not what they should be.
-    if isinstance(err, OSError) and err.errno in (
-            None, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST,
-            errno.ENOTEMPTY, errno.EIO, errno.ENAMETOOLONG):
-        words = f"cannot use {err.filename or 'the output folder'}: {err.strerror or err}; nothing was left half-written"
-        return words + goes_on, True
-    if isinstance(err, MemoryError) or isinstance(err, RuntimeError) and re.search(NO_MEMORY, str(err)):
-        slower = " or, on a GPU, --no_cache" if hasattr(Args, "no_cache") else ""
-        words = f"out of memory ({quoted(text or 'numpy')}): free some, or pass a smaller --batch_size{slower}"
-        return f"{words}; finished epochs are saved", True
-    if isinstance(err, KeyboardInterrupt):
-        if not err.args and not first_process():  # Ctrl-C reaches them all
-            os._exit(2)
-        return "stopped" + goes_on, True
-    return None
-
-
-def leave(message, every):
-    """Print message as one line on stderr, under torchrun by the first process alone unless `every`, and exit with 2."""
-    if not every and not first_process():  # torchrun ends the others when one has ended, and the first has yet to say it
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: os._exit(2))
-        time.sleep(20)  # after that it is this process's alone
-    for number in (signal.SIGTERM, signal.SIGINT):  # torchrun's may come while this is being said
-        signal.signal(number, signal.SIG_IGN)
-    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
-    sys.stderr.flush()
-    try:
-        flush_stdout()
-    except OSError:
-        os._exit(2)  # Python would try once more and exit with 120
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:  # nccl and gloo would wait for the others, or add lines of their own
-        os._exit(2)
-    sys.exit(2)
-
-
-def flush_stdout():
-    if sys.stdout and not sys.stdout.closed:
-        sys.stdout.flush()
-
-
-def check_positive(args, *flags):
-    for flag in flags:
-        value = getattr(args, flag)
-        if not 0 < value < MOST[type(value)]:
-            raise UserError(f"--{flag} {value} must be a number above 0 and below {MOST[type(value)]:g}")
-
-
-def check_zero_or_more(args, *flags):
-    for flag in flags:
-        value = getattr(args, flag)
-        if not 0 <= value < MOST[type(value)]:
-            raise UserError(f"--{flag} {value} must be 0 or more and below {MOST[type(value)]:g}")
-
-
-def check_shares(args, *flags):
-    for flag in flags:
-        if not 0 <= getattr(args, flag) <= 1:
-            raise UserError(f"--{flag} {getattr(args, flag)} must be between 0 and 1")
-
-
-def check_tag(args):
-    if "/" in args.tag:
-        raise UserError(f"--tag {args.tag}: it becomes part of a folder's name and must not hold a /")
-
-
-def is_running(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # somebody else's
-        pass
-    return True
-
-
-def part_of(path):
-    """What a file or folder is called until it is whole: a name of this process's own, for two may be writing the same one,
-    on two machines that share a disk as well.
-
-    Removes what killed processes of this machine left of it.
-    """
-    own = f"{platform.node().replace('.', '-')}.{os.getpid()}"
-    for left in path.parent.glob(f"{glob.escape(path.name)}.*.*.part"):
-        node, pid = left.name.split(".")[-3:-1]
-        if node == own.rpartition(".")[0] and pid.isdigit() and (int(pid) == os.getpid() or not is_running(int(pid))):
-            shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
-    return path.with_name(f"{path.name}.{own}.part")
-
-
-def write_atomic(path, content):
-    """Write a file so that it is either the old one or the whole new one. content: str, bytes or write(binary_file)."""
-    path = Path(path)
-    part = part_of(path)
-    try:
-        with open(part, "wb") as f:
-            if callable(content):
-                content(f)
-            else:
-                f.write(content.encode() if isinstance(content, str) else content)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(part, path)
-    except FileNotFoundError:
-        if path.parent.exists():
-            raise
-        raise UserError(f"cannot write {path}: there is no folder {path.parent}/ any more") from None
-    except OSError as err:  # a full disk does not say of which file, and numpy not even that it is full
-        if err.errno is None:
-            raise OSError(errno.ENOSPC, str(err), str(path)) from None
-        err.filename = err.filename or str(path)
-        raise
-    finally:
-        part.unlink(missing_ok=True)
-
-
 # ---- the benchmark ----
+
+def long_tail_counts(available, gamma, rng):
+    """How many rows each class keeps. available: int (K,). Returns int (K,).
+
+    n_k = floor(n_max * gamma^(-(k-1)/(K-1))) for the k-th largest class, at most what it has. The paper prints the
+    exponent (j-1)/K, which does not give its own tables; this does.
+    """
+    K = len(available)
+    if gamma == 1 or K == 1:
+        return available.copy()
+    order = np.lexsort((rng.permutation(K), -available))  # largest first, ties in seeded order
+    profile = available.max() * gamma ** (-np.arange(K) / (K - 1))
+    kept = np.empty(K, dtype=np.int64)
+    kept[order] = np.minimum(np.floor(profile + 1e-9), available[order])  # 1e-9: 120 * 10^-1 is 12, not 11.999...
+    return kept
+
+
+def make_split(rows, gamma, seed, known_ratio, labeled_ratio):
+    """Draw one task. rows: {split: [(text, label)]}. Returns (texts, labels, names, counts, num_known, labelled).
+
+    texts: {split: [str]}; labels: {split: int64 (N,)}; names: [str] (K,), known classes first, which is the class id;
+    counts: int64 (K,) training rows a class; labelled: bool (N,), the training rows whose label may be seen.
+    """
+    names = sorted({label for _, label in rows["train"]})
+    unknown = sorted({label for split in SPLITS for _, label in rows[split]} - set(names))
+    if unknown:
+        raise UserError(f"class {unknown[0]!r} of dev or test has no training row")
+    K = len(names)
+    num_known = max(1, math.floor(known_ratio * K + 0.5))
+    rng = np.random.default_rng(seed)
+    drawn = rng.permutation(K)
+    names = [names[i] for i in sorted(drawn[:num_known])] + [names[i] for i in sorted(drawn[num_known:])]
+    class_id = {name: i for i, name in enumerate(names)}
+    labels = {split: np.array([class_id[label] for _, label in rows[split]], dtype=np.int64) for split in SPLITS}
+    texts = {split: [text for text, _ in rows[split]] for split in SPLITS}
+
+    counts = long_tail_counts(np.bincount(labels["train"], minlength=K), gamma, rng)
+    if counts.min() < 1:
+        raise UserError(f"--gamma {gamma:g} leaves class {names[counts.argmin()]!r} without a single row: choose a smaller one")
+    kept, shown = [], []
+    for k in range(K):
+        members = rng.permutation(np.flatnonzero(labels["train"] == k))[:counts[k]]
+        kept.append(members)
+        if k < num_known:
+            shown.append(members[:math.ceil(labeled_ratio * counts[k] - 1e-9)])
+    kept = rng.permutation(np.concatenate(kept))  # so that the order of the rows tells nothing about hidden labels
+    labelled = np.isin(kept, np.concatenate(shown))
+    texts["train"], labels["train"] = [texts["train"][i] for i in kept], labels["train"][kept]
+    known = labels["dev"] < num_known
+    texts["dev"], labels["dev"] = [t for t, k in zip(texts["dev"], known) if k], labels["dev"][known]
+    return texts, labels, names, counts, num_known, labelled
+
 
 def file_sha256(path):
     with open(path, "rb") as file:
@@ -415,58 +275,6 @@ def raw_corpus(dataset, raw_dir, mirror):
             except KeyError as err:
                 raise UserError(f"{path}: label {err} is not one of StackOverflow's ids 1 to 20") from None
     return rows, sha
-
-
-def long_tail_counts(available, gamma, rng):
-    """How many rows each class keeps. available: int (K,). Returns int (K,).
-
-    n_k = floor(n_max * gamma^(-(k-1)/(K-1))) for the k-th largest class, at most what it has. The paper prints the
-    exponent (j-1)/K, which does not give its own tables; this does.
-    """
-    K = len(available)
-    if gamma == 1 or K == 1:
-        return available.copy()
-    order = np.lexsort((rng.permutation(K), -available))  # largest first, ties in seeded order
-    profile = available.max() * gamma ** (-np.arange(K) / (K - 1))
-    kept = np.empty(K, dtype=np.int64)
-    kept[order] = np.minimum(np.floor(profile + 1e-9), available[order])  # 1e-9: 120 * 10^-1 is 12, not 11.999...
-    return kept
-
-
-def make_split(rows, gamma, seed, known_ratio, labeled_ratio):
-    """Draw one task. rows: {split: [(text, label)]}. Returns (texts, labels, names, counts, num_known, labelled).
-
-    texts: {split: [str]}; labels: {split: int64 (N,)}; names: [str] (K,), known classes first, which is the class id;
-    counts: int64 (K,) training rows a class; labelled: bool (N,), the training rows whose label may be seen.
-    """
-    names = sorted({label for _, label in rows["train"]})
-    unknown = sorted({label for split in SPLITS for _, label in rows[split]} - set(names))
-    if unknown:
-        raise UserError(f"class {unknown[0]!r} of dev or test has no training row")
-    K = len(names)
-    num_known = max(1, math.floor(known_ratio * K + 0.5))
-    rng = np.random.default_rng(seed)
-    drawn = rng.permutation(K)
-    names = [names[i] for i in sorted(drawn[:num_known])] + [names[i] for i in sorted(drawn[num_known:])]
-    class_id = {name: i for i, name in enumerate(names)}
-    labels = {split: np.array([class_id[label] for _, label in rows[split]], dtype=np.int64) for split in SPLITS}
-    texts = {split: [text for text, _ in rows[split]] for split in SPLITS}
-
-    counts = long_tail_counts(np.bincount(labels["train"], minlength=K), gamma, rng)
-    if counts.min() < 1:
-        raise UserError(f"--gamma {gamma:g} leaves class {names[counts.argmin()]!r} without a single row: choose a smaller one")
-    kept, shown = [], []
-    for k in range(K):
-        members = rng.permutation(np.flatnonzero(labels["train"] == k))[:counts[k]]
-        kept.append(members)
-        if k < num_known:
-            shown.append(members[:math.ceil(labeled_ratio * counts[k] - 1e-9)])
-    kept = rng.permutation(np.concatenate(kept))  # so that the order of the rows tells nothing about hidden labels
-    labelled = np.isin(kept, np.concatenate(shown))
-    texts["train"], labels["train"] = [texts["train"][i] for i in kept], labels["train"][kept]
-    known = labels["dev"] < num_known
-    texts["dev"], labels["dev"] = [t for t, k in zip(texts["dev"], known) if k], labels["dev"][known]
-    return texts, labels, names, counts, num_known, labelled
 
 
 # ---- a table of one's own ----
@@ -774,6 +582,198 @@ def own_data(args):
     write_run(folder, texts, labels, names, {"train_row": row}, meta)
     print(f"{len(names)} known classes, {labelled} labelled texts to learn from, {len(texts['dev'])} more kept for dev, "
           f"{len(texts['train'])} different texts in all; written to {folder}/")
+
+
+# ---- what every script shares: one line for a user's mistake, flags from the dataclass, files that appear whole ----
+
+class UserError(Exception):
+    """Something the user can mend. run_script prints it as one line and exits with 2."""
+
+
+class ThisProcessError(UserError):
+    """What a process of torchrun may be alone to meet, so that it says so itself and does not leave it to the first one."""
+
+
+def flag_parser(description):
+    """An ArgumentParser that takes no abbreviations and raises UserError for a bad flag."""
+    parser = argparse.ArgumentParser(description=description, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def error(message):  # argparse's own prints the usage as well and exits
+        raise UserError(f"{message}; --help lists the flags")
+
+    parser.error = error
+    return parser
+
+
+def parse_args(Args, argv=None):
+    """Args with the command line applied: one flag a field, its help the field's comment. A bad flag raises UserError."""
+    parser = flag_parser(sys.modules[Args.__module__].__doc__)
+    source = "".join(inspect.getsource(part) for part in Args.__mro__[:-1])
+    comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", source, re.M))
+    for field in fields(Args):
+        text = comments.get(field.name, "").replace("%", "%%")
+        if field.type is bool:
+            parser.add_argument(f"--{field.name}", action="store_true", help=text)
+        else:
+            parser.add_argument(f"--{field.name}", type=field.type, default=field.default, metavar=field.type.__name__,
+                                help=f"{text} (default: {field.default!r})".replace("''", "empty"))
+    return Args(**vars(parser.parse_args(argv)))
+
+
+def first_process():
+    """Whether this process is its node's one that speaks: under torchrun all meet the same mistakes and finished runs."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def run_script(main, Args=None):
+    """Run main(args), or main(words) without Args, and turn what a user can cause into one line on stderr, exit code 2."""
+    def stop(*_):
+        raise KeyboardInterrupt("SIGTERM")
+
+    signal.signal(signal.SIGTERM, stop)  # a batch system's way to say Ctrl-C, and torchrun's to those who outlive a process
+    if sys.stdout:
+        sys.stdout.reconfigure(errors="backslashreplace")  # a name may hold what the screen has no letter for
+    try:
+        main(parse_args(Args) if Args else sys.argv[1:])
+        flush_stdout()  # here, where an error still has a place
+    except BaseException as err:
+        said = explain(err, Args)
+        if not said:
+            raise
+        leave(*said)
+
+
+def quoted(text, line=0):
+    """A line of another library's message, as a message of ours quotes it: cut, since some go on for a page."""
+    said = (str(text).strip().splitlines() or [""])[line]
+    return said if len(said) <= 150 else said[:147].rsplit(" ", 1)[0] + " ..."
+
+
+def explain(err, Args):
+    """(message, whether every process of torchrun says it or one for all) of an error that a user can mend, else None."""
+    goes_on = "; the same command goes on from what is saved" if hasattr(Args, "restart") else ""
+    text = str(err).strip()
+    if isinstance(err, UserError):
+        return str(err), isinstance(err, ThisProcessError)
+    if isinstance(err, BrokenPipeError):  # `| head` has read enough
+        if not goes_on:
+            os._exit(0)
+        return "its standard output was closed" + goes_on, True
+    # None is numpy's short write; the rest are disks that are full and paths that are not what they should be.
+    if isinstance(err, OSError) and err.errno in (
+            None, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST,
+            errno.ENOTEMPTY, errno.EIO, errno.ENAMETOOLONG):
+        words = f"cannot use {err.filename or 'the output folder'}: {err.strerror or err}; nothing was left half-written"
+        return words + goes_on, True
+    if isinstance(err, MemoryError) or isinstance(err, RuntimeError) and re.search(NO_MEMORY, str(err)):
+        slower = " or, on a GPU, --no_cache" if hasattr(Args, "no_cache") else ""
+        words = f"out of memory ({quoted(text or 'numpy')}): free some, or pass a smaller --batch_size{slower}"
+        return f"{words}; finished epochs are saved", True
+    if isinstance(err, KeyboardInterrupt):
+        if not err.args and not first_process():  # Ctrl-C reaches them all
+            os._exit(2)
+        return "stopped" + goes_on, True
+    return None
+
+
+def leave(message, every):
+    """Print message as one line on stderr, under torchrun by the first process alone unless `every`, and exit with 2."""
+    if not every and not first_process():  # torchrun ends the others when one has ended, and the first has yet to say it
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: os._exit(2))
+        time.sleep(20)  # after that it is this process's alone
+    for number in (signal.SIGTERM, signal.SIGINT):  # torchrun's may come while this is being said
+        signal.signal(number, signal.SIG_IGN)
+    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
+    sys.stderr.flush()
+    try:
+        flush_stdout()
+    except OSError:
+        os._exit(2)  # Python would try once more and exit with 120
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:  # nccl and gloo would wait for the others, or add lines of their own
+        os._exit(2)
+    sys.exit(2)
+
+
+def flush_stdout():
+    if sys.stdout and not sys.stdout.closed:
+        sys.stdout.flush()
+
+
+def check_positive(args, *flags):
+    for flag in flags:
+        value = getattr(args, flag)
+        if not 0 < value < MOST[type(value)]:
+            raise UserError(f"--{flag} {value} must be a number above 0 and below {MOST[type(value)]:g}")
+
+
+def check_zero_or_more(args, *flags):
+    for flag in flags:
+        value = getattr(args, flag)
+        if not 0 <= value < MOST[type(value)]:
+            raise UserError(f"--{flag} {value} must be 0 or more and below {MOST[type(value)]:g}")
+
+
+def check_shares(args, *flags):
+    for flag in flags:
+        if not 0 <= getattr(args, flag) <= 1:
+            raise UserError(f"--{flag} {getattr(args, flag)} must be between 0 and 1")
+
+
+def check_tag(args):
+    if "/" in args.tag:
+        raise UserError(f"--tag {args.tag}: it becomes part of a folder's name and must not hold a /")
+
+
+def is_running(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # somebody else's
+        pass
+    return True
+
+
+def part_of(path):
+    """What a file or folder is called until it is whole: a name of this process's own, for two may be writing the same one,
+    on two machines that share a disk as well.
+
+    Removes what killed processes of this machine left of it.
+    """
+    own = f"{platform.node().replace('.', '-')}.{os.getpid()}"
+    for left in path.parent.glob(f"{glob.escape(path.name)}.*.*.part"):
+        node, pid = left.name.split(".")[-3:-1]
+        if node == own.rpartition(".")[0] and pid.isdigit() and (int(pid) == os.getpid() or not is_running(int(pid))):
+            shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
+    return path.with_name(f"{path.name}.{own}.part")
+
+
+def write_atomic(path, content):
+    """Write a file so that it is either the old one or the whole new one. content: str, bytes or write(binary_file)."""
+    path = Path(path)
+    part = part_of(path)
+    try:
+        with open(part, "wb") as f:
+            if callable(content):
+                content(f)
+            else:
+                f.write(content.encode() if isinstance(content, str) else content)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(part, path)
+    except FileNotFoundError:
+        if path.parent.exists():
+            raise
+        raise UserError(f"cannot write {path}: there is no folder {path.parent}/ any more") from None
+    except OSError as err:  # a full disk does not say of which file, and numpy not even that it is full
+        if err.errno is None:
+            raise OSError(errno.ENOSPC, str(err), str(path)) from None
+        err.filename = err.filename or str(path)
+        raise
+    finally:
+        part.unlink(missing_ok=True)
 
 
 # ---- data/<run>/ ----
