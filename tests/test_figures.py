@@ -337,6 +337,8 @@ def test_an_ablation_is_tested_against_the_same_seeds_unless_they_all_differ_ali
     p = ttest_rel((83.6, 85.7778, 85.2), (82, 83, 85)).pvalue
     assert found["ImbaNID"] == "84.86" and found["w/o DR"] == f"83.33, -1.53 (p {p:.2g})"
     assert found["w/o QR"] == "84.96, +0.10 (each)" and found["w/o CWCL"] == "80.00" and found["w/ COT"] == "not run"
+    under_t = dict(line.strip("| ").split(" | ") for line in figures.ablation_t_table(tmp_path).splitlines()[2:])
+    assert under_t["w/o DR"] == f"{results['test_kmeans']['ACC']:.2f}" and under_t["w/ COT"] == "not run"
 
 
 def test_methods_are_compared_on_the_seeds_they_share_and_on_all_that_imbanid_has(tmp_path):
