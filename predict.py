@@ -86,8 +86,8 @@ def keywords(texts, cluster, K, most=8):
     """Class-based TF-IDF (Grootendorst 2022, Eq. 2): K lists of words, best first. texts: [str] (N,). cluster: int (N,).
 
     A pair of words, neighbours where function words are left out, leads if it weighs enough beside the best single word; the
-    others are single words.
-    Scripts that write without spaces are read by two to four letters instead, weighed by the root of their number.
+    others are single words. Scripts that write without spaces are read by two to four letters instead, weighed by the root of
+    their number.
     """
     letters = [letter for text in texts[:2000] for letter in text if letter.isalpha()]
     spaced = 2 * len(re.findall(f"[{UNSPACED}]", "".join(letters))) <= len(letters)
