@@ -23,7 +23,7 @@ import sys
 import time
 import uuid
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -171,10 +171,13 @@ def settings(args, dtype):
     return {k: v for k, v in asdict(args).items() if k not in left_out} | {"dtype": str(dtype).split(".")[1]}
 
 
-def same_config(found, config, path, restart):
-    """True if a checkpoint's config is the one asked for; with other settings, False on --restart and an error without."""
-    different = [key for key in config if found.get(key) != config[key]]
-    if not different or restart:
+def same_config(found, config, path, args):
+    """True if a checkpoint's config is the one asked for; with other settings, False on --restart and an error without.
+
+    --dtype auto asks for no type: what was begun on a machine that has another one is the same run, and goes on in this one's.
+    """
+    different = [key for key in config if found.get(key) != config[key] and not (key == "dtype" and args.dtype == "auto")]
+    if not different or args.restart:
         return not different
     key, of = different[0], ""
     if isinstance(found.get(key), dict) and isinstance(config[key], dict):  # the settings of the pre-training it starts from
@@ -185,10 +188,16 @@ def same_config(found, config, path, restart):
                     "run one by one)")
 
 
-def open_checkpoint(path, config, restart):
-    """load_checkpoint of one made with this config, else None: there is none, or with `restart` one of other settings."""
+def open_checkpoint(path, config, args):
+    """load_checkpoint of one made with this config, else None: there is none, or with --restart one of other settings."""
     found = load_checkpoint(path)
-    return found if found and same_config(found["config"], config, path, restart) else None
+    return found if found and same_config(found["config"], config, path, args) else None
+
+
+def in_other_type(found, config):
+    """What a line on resuming a checkpoint adds where it was made in another type, see same_config."""
+    before, now = found["config"].get("dtype"), config["dtype"]
+    return f", so far in {before}, now in {now}, this machine's: --dtype {before} keeps it" * (before != now)
 
 
 def seed_epoch(seed, epoch, rank=0, step=0):
@@ -464,10 +473,10 @@ def main(args):
     dtype = pick_dtype(args.dtype, device)
     config = settings(args, dtype) | {"dataset": meta["dataset"], "data": data_fingerprint(data)}
     done, part = out / "pretrain.pt", out / "pretrain_part.pt"
-    found = open_checkpoint(done, config, args.restart)
+    found = open_checkpoint(done, config, args)
     if found:
         if first_process():
-            if open_checkpoint(part, config, True):  # by a kill between the two; one of other settings is a killed --restart's
+            if open_checkpoint(part, config, replace(args, restart=True)):  # by a kill between the two; others by --restart's
                 part.unlink(missing_ok=True)  # another node's first process may have been here
             kept = f" (dev accuracy {found['dev_accuracy']:.2f})" if len(labels["dev"]) else ""
             print(f"{done} is there already, made with the same settings{kept}: skipped")
@@ -522,7 +531,7 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
     epoch, log, best = 0, [], {"epoch": 0}
     fresh = 0, torch.zeros(2, device=device), None
     begun = fresh  # batches of the next epoch that are done already, the sums of their losses, dropout's generator after them
-    found = open_checkpoint(part, config, args.restart)
+    found = open_checkpoint(part, config, args)
     if found:
         load_trained_layers(encoder, found)
         load_trained(encoder.mlm_head, found["mlm_head"])
@@ -532,7 +541,8 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
         begun = found["step"], found["sums"].to(device) * (rank == 0), found.get("rng") if rank == 0 else None
         start -= found["seconds"]
         if rank == 0:
-            print(f"resuming {part} after epoch {epoch}" + f" and {begun[0]} batches" * (begun[0] > 0))
+            more = f" and {begun[0]} batches" * (begun[0] > 0)
+            print(f"resuming {part} after epoch {epoch}{more}{in_other_type(found, config)}")
     check_same_checkpoint(epoch, begun[0], out, world, device)
 
     def save(epoch, step, sums):

@@ -55,6 +55,7 @@ from pretrain import (
     commit,
     dropout_state,
     gather_rows,
+    in_other_type,
     load_trained_layers,
     on_all_processes,
     open_checkpoint,
@@ -236,7 +237,7 @@ def save_run(out, arrays, results):
     write_atomic(out / "results.json", json.dumps(clean, indent=1) + "\n")
 
 
-def read_finished(out, config, restart):
+def read_finished(out, config, args):
     """results.json of an earlier run with these settings, after saying so; None where there is none."""
     path = out / "results.json"
     try:
@@ -247,7 +248,7 @@ def read_finished(out, config, restart):
         raise UserError(f"{path} is damaged: delete it and run the same command again") from None
     if results and results["method"] != config.get("method", "imbanid"):
         raise UserError(f"{out}/ belongs to a run of {results['method']}: choose another --tag")
-    if not results or not same_config(results["config"], config, path, restart):
+    if not results or not same_config(results["config"], config, path, args):
         return None
     if first_process():
         code, now = results.get("commit"), commit()
@@ -399,7 +400,7 @@ def main(args):
     pre = open_pretrained(base / "pretrain.pt", data)
     device = pick_device(args.device)
     config = settings(args, pick_dtype(args.dtype, device)) | {"dataset": meta["dataset"], "pretrain": pre["config"]}
-    results = read_finished(out, config, args.restart)
+    results = read_finished(out, config, args)
     if results:
         if first_process():
             print_results(results, out)
@@ -432,7 +433,7 @@ def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, 
     z = {} if "own" in meta else {"raw": unit_features("train", "test")}
     load_trained_layers(encoder, pre)
     z["pretrained"] = unit_features("train", "dev", "test")  # dev for the number of classes
-    found = find_checkpoint(out, config, args.restart, rank, world, device)
+    found = find_checkpoint(out, config, args, rank, world, device)
     if rank == 0 and not found:
         clear_out(out)
     seconds |= found["seconds"] if found else {}  # what killed runs have spent
@@ -473,13 +474,14 @@ def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, 
     print_results(results, out)
 
 
-def find_checkpoint(out, config, restart, rank, world, device):
+def find_checkpoint(out, config, args, rank, world, device):
     """out/last.pt where an earlier run with these settings left one, the same on all processes; None otherwise."""
-    found = open_checkpoint(out / "last.pt", config, restart)
+    found = open_checkpoint(out / "last.pt", config, args)
     epoch, step = (found["epoch"], found["step"]) if found else (0, 0)
     check_same_checkpoint(epoch, step, out, world, device)
     if rank == 0 and found:
-        print(f"resuming {out}/last.pt after epoch {epoch}" + f" and {step} batches" * (step > 0))
+        more = f" and {step} batches" * (step > 0)
+        print(f"resuming {out}/last.pt after epoch {epoch}{more}{in_other_type(found, config)}")
     return found
 
 

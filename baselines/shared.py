@@ -38,6 +38,7 @@ from make_lt_data import CORPORA, UserError, check_positive, check_tag, open_run
 from pretrain import (
     check_weights,
     commit,
+    in_other_type,
     load_trained,
     load_trained_layers,
     open_checkpoint,
@@ -90,7 +91,7 @@ class Run:
         dtype = pick_dtype(args.dtype, self.device)
         self.config = pretrain.settings(args, dtype) | {"method": method, "data": pretrain.data_fingerprint(self.data),
                                                         "pretrain": self.pre["config"] if pretrained else None}
-        results = read_finished(self.out, self.config, args.restart)
+        results = read_finished(self.out, self.config, args)
         self.finished = results is not None
         if self.finished:
             print_results(results, self.out)
@@ -233,7 +234,7 @@ def train(run, stage, heads, batch_loss, *, epochs, batch_size, lr, rows=None, b
 
     start, before, epoch, log, memory, best, done = time.time(), 0.0, 0, [], {}, {"value": math.inf, "epoch": 0}, False
     best |= {"modules": trained_state(modules), "memory": {}}
-    found = open_checkpoint(path, run.config, args.restart)
+    found = open_checkpoint(path, run.config, args)
     if found:
         pretrain.check_trunk(run.encoder, found)
         load_trained(modules, found["modules"])
@@ -241,7 +242,8 @@ def train(run, stage, heads, batch_loss, *, epochs, batch_size, lr, rows=None, b
         schedule.load_state_dict(found["schedule"])
         epoch, log, memory, best, done, before = (found[k] for k in ("epoch", "log", "memory", "best", "done", "seconds"))
         memory = {k: v.to(run.device) if torch.is_tensor(v) else v for k, v in memory.items()}
-        print(f"{path} is there: {'done' if done else f'resuming after epoch {epoch}'}")
+        state = "done" if done else f"resuming after epoch {epoch}"
+        print(f"{path} is there: {state}{in_other_type(found, run.config)}")
     run.out.mkdir(parents=True, exist_ok=True)
     modules.eval()
     if judge_start and not found:

@@ -572,7 +572,7 @@ def test_skip_refuse_and_restart(tiny_run, tmp_path, monkeypatch, capsys):
     config = json.loads((out / "results.json").read_text())["config"]
     write_atomic(tmp_path / "results.json", json.dumps({"method": "imbanid", "commit": "abc", "config": config}))
     monkeypatch.setattr(train_imbanid, "commit", lambda: "def")
-    assert train_imbanid.read_finished(tmp_path, config, False)
+    assert train_imbanid.read_finished(tmp_path, config, train_imbanid.Args())
     assert "by code of commit abc, this is def" in capsys.readouterr().out
     one_line_error(script("train_imbanid.py", *task, *TINY_TRAIN, "--tag", "again", "--omega", 0.3, ok=False), "omega", "--tag")
     one_line_error(script("train_imbanid.py", *task, *TINY_TRAIN, "--tag", "again", "--dtype", "bfloat16", ok=False), "dtype")
@@ -818,7 +818,7 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_called_damaged(tmp_path, mo
 def test_a_damaged_results_file_is_said(tmp_path, text):
     (tmp_path / "results.json").write_text(text)
     with pytest.raises(UserError, match="damaged"):
-        train_imbanid.read_finished(tmp_path, {}, False)
+        train_imbanid.read_finished(tmp_path, {}, train_imbanid.Args())
 
 
 def test_a_folder_that_was_removed_is_said(tmp_path):
@@ -960,10 +960,31 @@ def test_frozen_weights_in_bfloat16_give_what_autocast_makes_of_them(tiny_encode
 def test_settings_of_the_pre_training_that_differ_are_named():
     old, new = ({"lr": 1, "pretrain": {"lr": lr, **more}} for lr, more in ((2, {"gone": 0}), (3, {})))
     with pytest.raises(UserError, match="pretrain's lr 2, now 3"):
-        pretrain.same_config(old, new, "last.pt", False)
+        pretrain.same_config(old, new, "last.pt", pretrain.Args())
     with pytest.raises(UserError, match="pretrain's gone 0, now None"):
-        pretrain.same_config(old, {"lr": 1, "pretrain": {"lr": 2}}, "last.pt", False)
-    assert pretrain.same_config(old, new, "last.pt", True) is False
+        pretrain.same_config(old, {"lr": 1, "pretrain": {"lr": 2}}, "last.pt", pretrain.Args())
+    assert pretrain.same_config(old, new, "last.pt", pretrain.Args(restart=True)) is False
+
+
+def test_a_run_goes_on_on_a_machine_of_another_type(tiny_run, monkeypatch, capsys):
+    """--dtype auto is float32 on one machine and bfloat16 on the next: neither a finished run nor a killed one is lost."""
+    task = (*tiny_run[0], "--tag", "types")
+
+    def again(*flags):
+        capsys.readouterr()
+        train_imbanid.main(parse_args(train_imbanid.Args, [*map(str, (*task, *TINY_TRAIN, *flags))]))
+        return capsys.readouterr().out
+
+    again()
+    monkeypatch.setattr(train_imbanid, "pick_dtype", lambda wanted, _: getattr(torch, wanted.replace("auto", "bfloat16")))
+    assert "skipped" in again("--dtype", "auto")
+    out = tiny_run[1] / "out/demo_g4_s0_types"
+    (out / "results.json").unlink()  # as if it had been killed after its last epoch
+    assert "epoch 2, so far in float32, now in bfloat16, this machine's: --dtype float32 keeps it" in again("--dtype", "auto")
+    assert json.loads((out / "results.json").read_text())["config"]["dtype"] == "bfloat16"
+    assert "skipped" in again("--dtype", "bfloat16")
+    with pytest.raises(UserError, match="dtype 'bfloat16', now 'float32'"):
+        again("--dtype", "float32")
 
 
 def test_an_encoder_that_is_not_there_or_damaged(tiny_run, tiny_encoder, tmp_path):
