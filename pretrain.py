@@ -476,7 +476,8 @@ def main(args):
     found = open_checkpoint(done, config, args)
     if found:
         if first_process():
-            if open_checkpoint(part, config, replace(args, restart=True)):  # by a kill between the two; others by --restart's
+            # Left by a kill between the two; one of other settings is a killed --restart's.
+            if open_checkpoint(part, config, replace(args, restart=True)):
                 part.unlink(missing_ok=True)  # another node's first process may have been here
             kept = f" (dev accuracy {found['dev_accuracy']:.2f})" if len(labels["dev"]) else ""
             print(f"{done} is there already, made with the same settings{kept}: skipped")

@@ -13,7 +13,6 @@ from conftest import PATIENCE, REPO, one_line_error, script
 import pretrain
 import train_imbanid
 from figures import TABLES
-from pretrain import load_checkpoint
 
 
 def run_all(*words, cwd=REPO, **env):
@@ -134,9 +133,9 @@ def test_the_real_encoder_learns_something(real_minilm_run):
     out, said = real_minilm_run
     results = json.loads((out / "results.json").read_text())
     assert results["encoder"] == "minilm" and results["num_classes"] == 24
-    raw, ours = results["kmeans_raw"]["ACC"], results["test"]["ACC"]
-    assert ours > max(56, raw + 4)  # 59.4, in float32 59.2; with learning rates of 1e-12 53.6 and 53.9. raw: 41.4 and 48.9
-    before = load_checkpoint(out / "pretrain.pt")["log"]
+    raw, pretrained, ours = (results[row]["ACC"] for row in ("kmeans_raw", "kmeans_pretrained", "test"))
+    assert ours - 4 > max(52, raw, pretrained)  # 59.4, in float32 59.2; with learning rates of 1e-12 53.6 and 53.9
+    before = pretrain.load_checkpoint(out / "pretrain.pt")["log"]
     assert all(before[-1][loss] < 0.95 * before[0][loss] for loss in ("ce", "mlm"))  # 0.92, 0.82; with 1e-12 1.12, 1.00
     first, *_, last = map(json.loads, (out / "log.jsonl").read_text().splitlines())
     assert last["ce"] < 0.97 * first["ce"]
