@@ -18,6 +18,7 @@ import argparse
 import contextlib
 import csv
 import errno
+import gc
 import glob
 import hashlib
 import http.client
@@ -631,6 +632,7 @@ def run_script(main, Args=None):
     def stop(*_):
         raise KeyboardInterrupt("SIGTERM")
 
+    gc.freeze()  # what the imports made stays until the end: to look through it for garbage takes seconds
     signal.signal(signal.SIGTERM, stop)  # a batch system's way to say Ctrl-C, and torchrun's to those who outlive a process
     if sys.stdout:
         sys.stdout.reconfigure(errors="backslashreplace")  # a name may hold what the screen has no letter for
