@@ -2,7 +2,7 @@
 
 Only the last layer is trained (the paper's Sec. 4.1; --trained_layers: the last few), so all that lies below gives the same
 numbers every epoch. `Encoder.trunk` computes them once for a text and `Packed` keeps them without padding; `Encoder.features`
-takes it from there. Used by pretrain.py, train_imbanid.py, predict.py and baselines/.
+takes it from there. Used by pretrain.py, train_imbanid.py, predict.py, baselines/ and, for pick_dtype alone, seeding.py.
 """
 import ctypes
 import hashlib
@@ -28,7 +28,7 @@ from make_lt_data import ThisProcessError, UserError, file_sha256, quoted
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 CHUNK = 8192  # tokens that a forward pass takes at once, give or take a row; eight times as many on a GPU
 BLOCK = 128  # tokens such a pass is filled up to a multiple of, see fill
-REUSED = 128 << 20  # bytes: what a pass fills and frees is smaller, see keep_freed_memory
+REUSED = 128 << 20  # bytes: freed blocks up to this size are used again, see keep_freed_memory; those of a pass are smaller
 
 
 class Packed:
@@ -69,8 +69,8 @@ class Packed:
         return order.split(chunk.unique_consecutive(return_counts=True)[1].tolist() or [0])
 
 
-def by_row(values, lengths):
-    """Yield (values of the rows of length L, L) for values (T, ...) of rows sorted by length, lengths (B,)."""
+def by_equal_length(values, lengths):
+    """Yield (values of all rows of length L, L) for values (T, ...) of rows sorted by length, lengths (B,)."""
     sizes, counts = lengths.unique_consecutive(return_counts=True)
     return zip(values.split((sizes * counts).tolist()), sizes.tolist())
 
@@ -265,10 +265,11 @@ class Encoder(nn.Module):
         if not 0 < trained_layers < len(layers):
             raise UserError(f"--trained_layers {trained_layers}: --encoder {name} has {len(layers)} layer(s), of which one or "
                             "more train, and one or more, the trunk, do not")
-        self.trained_layers = layers[-trained_layers:].requires_grad_(True).eval()  # a new list, which has no mode yet
+        self.trained_layers = layers[-trained_layers:].requires_grad_(True)
         for layer in self.trained_layers:
             for part in (layer.attention.self, layer.attention.output, layer.output):
-                part.dropout = Dropout(part.dropout.p).train(part.training)
+                part.dropout = Dropout(part.dropout.p)
+        self.trained_layers.eval()  # the list and the dropouts are new and have no mode yet
         model.base_model.encoder.layer = layers[:-trained_layers]
         self.fingerprint = weights_sha256(model.base_model.parameters())  # a checkpoint does not hold them
         for part in model.base_model.encoder.layer.modules():
@@ -338,7 +339,7 @@ class Encoder(nn.Module):
                 context = attend_at_once(projected.view(T, 3, heads, size), lengths, attention.dropout).flatten(1)
             else:
                 context = [projected.new_empty(0, heads, size)]  # for a process that has no row in this batch
-                for block, L in by_row(projected[:T], lengths):
+                for block, L in by_equal_length(projected[:T], lengths):
                     qkv = block.view(-1, L, 3, heads, size).permute(2, 0, 3, 1, 4)
                     bias = None if self._bias is None else self._bias[:, :L, :L]
                     context.append(attend(qkv, attention.dropout, bias).flatten(0, 1))
@@ -391,7 +392,7 @@ class Encoder(nn.Module):
                 z.append(torch.segment_reduce(states.float(), "mean", lengths=lengths, unsafe=True))
             else:
                 z.append(states[:0].float())
-                z += [block.view(-1, L, self.hidden_size).float().mean(1) for block, L in by_row(states, lengths)]
+                z += [block.view(-1, L, self.hidden_size).float().mean(1) for block, L in by_equal_length(states, lengths)]
             parts.append(part)
         return torch.cat(z)[torch.argsort(torch.cat(parts))]
 

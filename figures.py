@@ -69,11 +69,11 @@ ROWS = (("ImbaNID", "test"), ("ImbaNID, protocol T", "test_kmeans"), ("k-means, 
 COLUMNS = ("ACC", "NMI", "ARI", "known", "novel", "head", "medium", "tail")
 GROUPS = COLUMNS[-3:]
 LEADS = {("test", "ACC"): "C", ("test", "tail"): "tail (C)", ("test_kmeans", "ACC"): "T"}
-ENDS = ("test", "test_held", "test_seeded")  # under C: a method's own end, GCD's, ImbaNID's search
+ENDS = ("test", "test_held", "test_seeded")  # under C: a method's own last clustering, GCD's in its place, ImbaNID's seeding
 METHOD_COLUMNS = (*(f"{c} (C)" for c in COLUMNS[:5]), "ACC (T)", "epochs", "seconds")
 HELD = ", labels held"  # behind a method's title: its features, with GCD's end instead of its own under C
 CUT = ", cut short"  # likewise: on a shorter schedule than the published one, whose runs have the tag "full"
-GB = 2**20 / 1e9  # of a "memory_mb" in results/
+GB = 2**20 / 1e9  # a "memory_mb" in results/ counts MiB
 OF_A_RUN = ("seed", "data", "pretrain", "dtype", "no_cache")  # what runs over seeds and machines may differ in
 WITH_IT = {"lr": "head_lr", "epochs": "max_steps"}  # flags that are set together, in tables of one of them
 USAGE = ("usage: figures.py RUN..., figures.py mean RUN..., figures.py keep RUN..., or figures.py table "
@@ -109,13 +109,20 @@ def read_kept(folder, ratios=(0.75, 0.1)):
 def spread(runs, key):
     """{column: (mean, standard deviation)} of one row of results over seeds; NaN where any is null.
 
-    UserError where the runs differ in another setting than the seed.
+    UserError where the runs, or the pre-trainings they start from, differ in another setting than the seed.
     """
+    def settings(run):
+        own = {flag: run[flag] for flag in ("dataset", "gamma", "encoder", "method", "tag")} | run["config"]
+        pretrain = {f"pretrain.py --{flag}": value for flag, value in (own.get("pretrain") or {}).items()
+                    if flag not in (*OF_A_RUN, "weights")}
+        return {flag: value for flag, value in own.items() if flag not in OF_A_RUN} | pretrain
+
     first = runs[0]
     for run in runs[1:]:
-        for flag in ("dataset", "gamma", "encoder", "method", "tag", *first["config"]):
-            one, other = ({**of, **of["config"]}.get(flag) for of in (first, run))
-            if one != other and other is not None and flag not in OF_A_RUN:  # an older file may lack a flag
+        now = settings(run)
+        for flag, one in settings(first).items():
+            other = now.get(flag)
+            if one != other and other is not None:  # an older file may lack a flag
                 raise UserError(f"these runs of {first['method']} on {first['dataset']} differ in more than the seed ({flag} "
                                 f"{one}, {other}): take their means one by one, and for a table remove some of them from "
                                 "results/")
@@ -123,10 +130,15 @@ def spread(runs, key):
     return {c: (v.mean(), v.std(ddof=1) if len(v) > 1 else 0.0) for c, v in values.items()}
 
 
+def mean_of(runs, key, column="ACC"):
+    """The mean over runs of one score of a row of results, see spread."""
+    return spread(runs, key)[column][0]
+
+
 def read_benchmark(path):
     """read_results of a run on a benchmark; UserError for anything else."""
     run = read_results(path)
-    if "test" not in run:
+    if "ACC" not in run.get("test", {}):
         raise UserError(f"{path} is no run on a benchmark: it has no test scores")
     return run
 
@@ -172,7 +184,7 @@ def results_table(folder="results"):
         cells = [CORPORA[dataset][0], f"{gamma:g}", Path(encoder).name, " ".join(str(run["seed"]) for run in runs)]
         cells += [f"{mean:.2f}" + (f" ± {sd:.2f}" if len(runs) > 1 else "")
                   for mean, sd in (ours[c] for c in ("ACC", "NMI", "ARI", "known", "novel"))]
-        cells += [f"{spread(runs, row)['ACC'][0]:.2f}" for row in ("test_kmeans", "ss_kmeans_raw", "kmeans_raw")]
+        cells += [f"{mean_of(runs, row):.2f}" for row in ("test_kmeans", "ss_kmeans_raw", "kmeans_raw")]
         paper = dict(zip(("NMI", "ARI", "ACC"), PAPER.get((dataset, gamma), ())))
         cells += [" / ".join(f"{paper[c]:.2f}" for c in ("ACC", "NMI", "ARI") if paper),
                   " / ".join(f"{ours[c][0] - paper[c]:+.2f}" for c in ("ACC", "NMI", "ARI") if paper)]
@@ -241,7 +253,7 @@ def ablation_table(folder="results"):
     rows.append(["semi-sup. k-means (10 starts), raw features"])
     for dataset in corpora:
         full = [runs[dataset, "", seed] for seed in seeds_of(runs, dataset, "")]
-        rows[-1] += [f"{spread(full, 'ss_kmeans_raw')[c][0]:.2f}" if full else "not run" for c in (*GROUPS, "ACC")]
+        rows[-1] += [f"{mean_of(full, 'ss_kmeans_raw', c):.2f}" if full else "not run" for c in (*GROUPS, "ACC")]
     heads = [f"{CORPORA[dataset][0]} {group}" for dataset in corpora for group in (*GROUPS, "ACC")]
     return markdown(["", *heads], rows)
 
@@ -269,6 +281,7 @@ def method_title(run):
 def compared(folder, more=False):
     """[((dataset, gamma, encoder), seeds, {method's title: {seed: run}})] of results/*.json, on the seeds that all have.
 
+    A method that is not one of METHODS is left out where it lacks one of the seeds that those have.
     more: where ImbaNID has more seeds than that, the methods that have these too follow once more. The runs of tag "full" take
     the place of a method's others in a cell as soon as they are on all the seeds of those, which then follow as CUT. A method
     all of whose runs in a cell were scored with the labelled rows held as well is there with that end a second time.
@@ -292,7 +305,8 @@ def compared(folder, more=False):
         cell |= {title + HELD: {seed: run | {"test": run["test_held"]} for seed, run in by_seed.items()}
                  for title, by_seed in cell.items() if all("test_held" in run for run in by_seed.values())}
     for key in in_order(found):
-        shared = set.intersection(*(set(runs) for runs in found[key].values()))
+        known = [runs for runs in found[key].values() if all(run["method"] in METHODS for run in runs.values())]
+        shared = set.intersection(*map(set, known or found[key].values()))
         ours = set(found[key].get("ImbaNID", ()))
         for seeds in (shared, ours) if more and ours > shared else (shared,):
             by_method = {title: runs for title, runs in found[key].items() if runs.keys() >= seeds}
@@ -314,7 +328,7 @@ def headline_table(folder="results"):
         if run["method"] == "imbanid" and not run["tag"] and run["gamma"] == 10:
             ours.setdefault(run["encoder"], {})[run["dataset"], run["seed"]] = run
     for (dataset, gamma, encoder), seeds, by_method in compared(folder):
-        acc = {title: spread([runs[seed] for seed in seeds], "test")["ACC"][0] for title, runs in by_method.items()}
+        acc = {title: mean_of([runs[seed] for seed in seeds], "test") for title, runs in by_method.items()}
         others = [METHODS[method] for method in PAPER_METHODS]
         if gamma == 10 and acc.keys() >= {"ImbaNID", *others, *kmeans}:
             best = max((title for title in acc if title.removesuffix(HELD).removesuffix(CUT) in others), key=acc.get)
@@ -322,7 +336,7 @@ def headline_table(folder="results"):
                          f"{acc[best]:.1f} ({best})", *(f"{acc[title]:.1f}" for title in kmeans)])
             for other in sorted(ours.keys() - {encoder}):
                 if all((dataset, seed) in ours[other] for seed in seeds):
-                    found = spread([ours[other][dataset, seed] for seed in seeds], "test")["ACC"][0]
+                    found = mean_of([ours[other][dataset, seed] for seed in seeds], "test")
                     more.setdefault(other, {})[len(rows) - 1] = f"{found:.1f}"
     columns = ["corpus", "ImbaNID, here", "ImbaNID, paper (BERT-base)", "best of the six compared methods", *kmeans]
     for other, cells in more.items():
@@ -350,13 +364,13 @@ def overview(folder, scores):
 
 def overview_table(folder="results"):
     """README's overview of the compared methods: ACC under C / under T."""
-    rows, titles = overview(folder, lambda runs: [spread(runs, row)["ACC"][0] for row in ("test", "test_kmeans")])
+    rows, titles = overview(folder, lambda runs: [mean_of(runs, row) for row in ("test", "test_kmeans")])
     return markdown(("corpus", "gamma", "seeds", *titles), rows)
 
 
 def groups_table(folder="results"):
     """baselines/README.md's table of the long tail, the paper's figure for gamma 3: ACC under C of head / medium / tail."""
-    rows, titles = overview(folder, lambda runs: [spread(runs, "test")[group][0] for group in GROUPS])
+    rows, titles = overview(folder, lambda runs: [mean_of(runs, "test", group) for group in GROUPS])
     rows = [row for row in rows if row[1] != "1"]  # where all classes have as many rows there is no tail
     return markdown((" / ".join(GROUPS), "gamma", "seeds", *titles), rows)
 
@@ -432,7 +446,7 @@ def method_cells(runs):
     """The cells under METHOD_COLUMNS, means over runs of one method: scores, epochs of the first, seconds."""
     epochs = runs[0]["epochs"]
     epochs = [*epochs.values()] if isinstance(epochs, dict) else [runs[0]["config"]["pretrain"]["epochs"], epochs]
-    return [*(f"{spread(runs, 'test')[c][0]:.2f}" for c in COLUMNS[:5]), f"{spread(runs, 'test_kmeans')['ACC'][0]:.2f}",
+    return [*(f"{mean_of(runs, 'test', c):.2f}" for c in COLUMNS[:5]), f"{mean_of(runs, 'test_kmeans'):.2f}",
             " + ".join(map(str, epochs)), f"{np.mean([sum(run['seconds'].values()) for run in runs]):.0f}"]
 
 
@@ -465,8 +479,8 @@ def other_settings_table(folder="results"):
         flags = [flag for flag in first if flag != "pretrain" and any(config[flag] != first[flag] for config in configs)]
         rows += [[method_title(sides[0][0]), CORPORA[key[0]][0], f"{key[1]:g}", " ".join(map(str, seeds)),
                   " ".join(f"--{flag} {config[flag]}" for flag in flags), *method_cells(runs),
-                  f"{spread(runs, 'test_held')['ACC'][0]:.2f}" if all("test_held" in run for run in runs) else "",
-                  f"{spread(runs, 'ss_kmeans_raw')['ACC'][0]:.2f}"]
+                  f"{mean_of(runs, 'test_held'):.2f}" if all("test_held" in run for run in runs) else "",
+                  f"{mean_of(runs, 'ss_kmeans_raw'):.2f}"]
                  for runs, config in zip(sides, configs)]
     columns = ("method", "corpus", "gamma", "seeds", "settings", *METHOD_COLUMNS, "ACC (C)" + HELD,
                "semi-sup. k-means (10 starts), ACC")
@@ -490,7 +504,8 @@ def schedules_table(folder="results"):
             p = paired_test(gain, np.zeros_like(gain))
             cells.append(f"{gain.mean():+.1f} ({len(gain)}{p and '; ' + p}; {min(gain):+.1f} to {max(gain):+.1f})"
                          if len(gain) else "")
-        rows += [[METHODS[method], *cells]] * any(cells)
+        if any(cells):
+            rows.append([METHODS[method], *cells])
     return markdown(("full minus short, ACC", "C", "T", "C" + HELD), rows)
 
 
@@ -519,7 +534,7 @@ def settings_table(folder="results"):
                              " ".join(map(str, K if len(K) == 1 else [run["num_classes"] for run in found])),
                              " ".join(str(run["seed"]) for run in found),
                              *(f"{mean:.2f}" for mean, _ in (spread(found, "test")[c] for c in COLUMNS[:5])),
-                             *(f"{spread(found, row)['ACC'][0]:.2f}" for row in ("test_kmeans", "ss_kmeans_raw"))])
+                             *(f"{mean_of(found, row):.2f}" for row in ("test_kmeans", "ss_kmeans_raw"))])
     columns = ("setting", "corpus", "value", "K", "seeds", *COLUMNS[:5], "ACC (T)", "semi-sup. k-means (10 starts), ACC")
     return markdown(columns, rows)
 
@@ -723,7 +738,7 @@ def groups(run):
     columns = ("ACC", *COLUMNS[3:])
     figure, (axis,) = panels()
     rows = {title.replace("ImbaNID", method_title(run)): run[key] for title, key in ROWS if key in run}
-    bars(axis, {title: (np.array([row[c] for c in columns], dtype=float), [0] * 6) for title, row in rows.items()},
+    bars(axis, {title: (np.array([row[c] for c in columns], dtype=float), [0] * len(columns)) for title, row in rows.items()},
          ("all", *columns[1:]), xlabel="classes", ylabel="test accuracy, percent")
     figure.legend(loc="outside upper center", ncols=3)
     return figure
@@ -860,6 +875,10 @@ def report(run, pictures):
     if lacking := {"id", "known", "name", "size", "share", "confidence", "keywords"}.difference(columns):
         raise UserError(f"{folder}/clusters.csv has no column {min(lacking)}: put it back, or remove the file (and the names "
                         f"you gave) and run python predict.py {folder}")
+    for number, line in enumerate(clusters, 1):
+        if not line["size"].isdecimal():
+            raise UserError(f"{folder}/clusters.csv, row {number}: size {line['size']!r} is no number: put it back")
+        line |= {key: line[key].replace(",", ".") for key in ("share", "confidence")}  # by which the page sorts
     train_row, place = np.load(folder / "train_row.npy"), {line["id"]: i for i, line in enumerate(clusters)}
     rows = np.flatnonzero(train_row >= 0)
     chosen, xy = tsne(np.load(folder / "train_feature.npy", mmap_mode="r"), train_row[rows])
@@ -910,11 +929,11 @@ def draw(paths):
             print(f"{run['folder']}: own data has no true classes, so tsne_map, groups and confusion are left out")
         builds = [class_sizes] if run.get("own") else [class_sizes, tsne_map, groups, confusion]
         builds += [epochs] if run["method"] == "imbanid" else []
-        paths = {build: run["folder"] / "figures" / f"{build.__name__}.png" for build in builds}
-        pictures = {path: build.__doc__ for build, path in paths.items() if attempt(path, build, run)}
+        files = {build: run["folder"] / "figures" / f"{build.__name__}.png" for build in builds}
+        pictures = {file: build.__doc__ for build, file in files.items() if attempt(file, build, run)}
         if run["method"] == "imbanid":
             attempt(run["folder"] / "report.html", report, run, pictures)
-    compared, alike = False, "dataset method gamma known_ratio labeled_ratio encoder omega lambda2".split()
+    differing, alike = False, "dataset method gamma known_ratio labeled_ratio encoder omega lambda2".split()
     for key, build, same in (("gamma", gamma_curves, ("dataset",)), ("omega", setting_curves, None),
                              ("lambda2", setting_curves, None), ("known_ratio", setting_bars, None),
                              ("tag", setting_bars, alike)):
@@ -923,18 +942,37 @@ def draw(paths):
         if len(found) < len(differ):
             missing = ", ".join(title for title, _ in differ if title not in dict(found))
             print(f"{key}: runs of {missing} left out, since no seed has all values")
-            compared = True
+            differing = True
         if found:
             attempt(runs[0]["folder"].resolve().parent / "figures" / f"{key}.png", build, found, key)
-            compared = True
-    if not compared and all(run["kept"] for run in runs):
+            differing = True
+    if not differing and all(run["kept"] for run in runs):
         raise UserError("these files differ in no setting that a picture shows: pass runs that do, or folders of out/")
+
+
+def keep(paths):
+    """Copy results.json of runs to results/, of those on dev to results/dev/; beside another encoder's, under a longer name."""
+    if files := [path for path in paths if not Path(path).is_dir()]:
+        raise UserError(f"{files[0]} is no folder of out/, whose results.json could be kept")
+    for path in paths:
+        run, name = read_benchmark(path), Path(path).resolve().name
+        on_dev = run.get("on_dev") or Path(path).resolve().parent.name == "dev"
+        folder = Path("results") / ("dev" if on_dev else "")
+        folder.mkdir(parents=True, exist_ok=True)
+        target = folder / f"{name}.json"
+        if target.exists() and read_results(target)["encoder"] != run["encoder"]:
+            target = folder / f"{name}_{Path(run['encoder']).name}.json"
+            if target.exists() and (there := read_results(target)["encoder"]) != run["encoder"]:
+                raise UserError(f"{target} is of encoder {there}, {path} of {run['encoder']}: remove the file first, or keep "
+                                "the run in another checkout")
+        write_atomic(target, json.dumps(run, indent=1) + "\n")
 
 
 def put_tables(tables, paths):
     """Print Markdown tables, or with documents' paths put each into these, in place of the one with its header."""
     if not paths:
         print(tables)
+        return
     if missing := [path for path in paths if not Path(path).is_file()]:
         raise UserError(f"{missing[0]} is no document whose tables could be replaced")
     heads, placed = {table.splitlines()[0]: table for table in tables.split("\n\n")}, set()
@@ -945,7 +983,7 @@ def put_tables(tables, paths):
             if found:
                 placed.add(head)
         write_atomic(path, text)
-    if paths and (homeless := [head for head in heads if head not in placed]):
+    if homeless := [head for head in heads if head not in placed]:
         print("not put anywhere, for want of a table with this header (after a change of columns, give it to the old one):",
               *homeless, sep="\n")
 
@@ -959,24 +997,14 @@ def main(words):
     elif command == "mean":
         print_mean(paths)
     elif command == "keep":
-        if kept := [path for path in paths if not Path(path).is_dir()]:
-            raise UserError(f"{kept[0]} is no folder of out/, whose results.json could be kept")
-        for path in paths:
-            run, name = read_benchmark(path), Path(path).name
-            on_dev = run.get("on_dev") or Path(path).resolve().parent.name == "dev"
-            results = Path("results") / ("dev" if on_dev else "")
-            results.mkdir(parents=True, exist_ok=True)
-            for target in (results / f"{name}{of}.json" for of in ("", f"_{Path(run['encoder']).name}")):
-                if not target.exists() or (there := read_results(target)["encoder"]) == run["encoder"]:
-                    break
-            else:
-                raise UserError(f"{target} is of encoder {there}, {path} of {run['encoder']}: remove the file first, or keep "
-                                "the run in another checkout")
-            write_atomic(target, json.dumps(run, indent=1) + "\n")
+        keep(paths)
     elif command == "table":
         if not read_kept("results", ratios=None):
             raise UserError("no runs in results/ to make tables of: start in the repository's folder, or keep a run first")
-        put_tables("\n\n".join(filter(None, (build() for build in TABLES))), paths)
+        tables = {build.__name__: build() for build in TABLES}
+        for name in [name for name, table in tables.items() if not table]:
+            print(f"{name} is empty: results/ lacks what it compares, and where a document has it, it stays as it was")
+        put_tables("\n\n".join(filter(None, tables.values())), paths)
     else:
         draw(words)
 

@@ -88,7 +88,7 @@ PAPER_COUNTS = {("clinc", 3): (868, 9995), ("clinc", 5): (719, 8164), ("clinc", 
                 ("stackoverflow", 3): (830, 10140), ("stackoverflow", 5): (686, 8350), ("stackoverflow", 10): (510, 6669)}
 SPLITS = ("train", "dev", "test")
 TASK = ("dataset", "gamma", "seed", "known_ratio", "labeled_ratio")  # what tells one benchmark task from another, for run_name
-MOST = {int: 1e18, float: 1e38}  # of a flag's number: above it 64-bit integers and float32 end
+MOST = {int: 1e18, float: 1e38}  # a flag's number must be below, where 64-bit integers and float32 end
 NO_MEMORY = "out of memory|t allocate memory"  # torch says it by a RuntimeError
 TABLES = (".csv", ".tsv", ".jsonl", ".json")
 TEXT_NAMES = ("text", "utterance", "message", "query", "question", "sentence", "body", "content", "input", "description")
@@ -99,6 +99,7 @@ DELIMITERS = ",;\t|"
 NO_TEXT = re.compile(r"""\{["']|\[["'{\[]|https?://\S+$""")  # JSON, or an address alone
 OPEN_NAME = re.compile(rf'(?:^|[{DELIMITERS}])\s*"(?:[^"]|"")*$')  # a header whose last name is in quotes that are open
 FEWEST_TEXTS = 10
+UNSEEN = "\u200b\ufeff "  # what has no width, around a name or a label
 csv.field_size_limit(2**31 - 1)  # a support ticket may be longer than the csv module's 131,072 characters
 
 
@@ -321,6 +322,17 @@ def records(file, path):
                         f"list [...] of them ({err})") from None
 
 
+def way_out(row, columns, delimiter, other):
+    """What to do about a row with other cells than the header. other: whether another delimiter is in the header."""
+    if len(row) > len(columns) and not row[-1].strip():
+        return "where every row ends in the delimiter, the header must too; otherwise a text that holds it must stand in quotes"
+    if len(row) > len(columns):
+        return "a text that holds the delimiter or a quote must stand in quotes"
+    if other:
+        return "if another character divides the names, put a line such as sep=; above them"
+    return f"put a name that holds {delimiter!r} in quotes, or a row with all cells first"
+
+
 def delimited(file, path, first, above, said):
     """records of a .csv or .tsv. first: the line its header begins with, which has `above` others above it.
 
@@ -328,6 +340,7 @@ def delimited(file, path, first, above, said):
     """
     full, short = False, []  # full: whether a row had all cells; short: the lines of those that had not
     between = behind = 0  # empty lines between rows, and behind the last one
+    alone = []  # the first cells of a table with one column
     long = []  # the lines of rows in which a quote may have swallowed others
     head = [first]  # the lines of the header, which the reader takes for one
     if first.count('"') % 2 and OPEN_NAME.search(first):  # a name goes on in the next line
@@ -336,14 +349,14 @@ def delimited(file, path, first, above, said):
             if line.count('"') % 2:
                 break
     first, above, begin = "".join(head), above + len(head) - 1, 2 - len(head)
-    # A header of one name: no delimiter, so that commas in unquoted texts do no harm (none holds a unit separator).
     bare = re.sub('"[^"]*"', "", first)  # a comma in a quoted name delimits nothing
     delimiter = said or ("\t" if Path(path).suffix.lower() == ".tsv" and "\t" in first else max(DELIMITERS, key=bare.count))
+    # A header of one name has no delimiter: no text holds a unit separator, so commas in unquoted texts do no harm.
     reader = csv.reader(without_nul(itertools.chain([first], file), path), strict=True,
                         delimiter=delimiter if delimiter in bare else "\x1f",
                         skipinitialspace=f"{delimiter} " in bare)  # which would hide a quote behind it
     try:
-        columns = [clean(name).strip() for name in next(reader, [])]
+        columns = [clean(name).strip().strip(UNSEEN) for name in next(reader, [])]
         columns = [name or f"column {n}" for n, name in enumerate(columns, 1)]  # a spreadsheet saves empty columns too
         twice = next((name for name in columns if columns.count(name) > 1), None)
         if twice is not None:
@@ -358,15 +371,13 @@ def delimited(file, path, first, above, said):
             between, behind = between + behind, 0
             full = full or len(row) == len(columns)
             if not full or len(row) > len(columns):
-                other, surplus = not said and set(DELIMITERS) & set(bare) - {delimiter}, len(row) > len(columns)
-                way_out = ("where every row ends in the delimiter, the header must too; otherwise a text that holds it must "
-                           "stand in quotes" if surplus and not row[-1].strip() else
-                           "a text that holds the delimiter or a quote must stand in quotes" if surplus else
-                           "if another character divides the names, put a line such as sep=; above them" if other else
-                           f"put a name that holds {delimiter!r} in quotes, or a row with all cells first")
-                raise UserError(f"{path}, line {line}: {len(row)} cell(s), the header has {len(columns)}: {way_out}")
+                other = not said and set(DELIMITERS) & set(bare) - {delimiter}
+                raise UserError(f"{path}, line {line}: {len(row)} cell(s), the header has {len(columns)}: "
+                                f"{way_out(row, columns, delimiter, other)}")
             if any(cell.count("\n") > 20 or delimiter == "\t" in cell and "\n" in cell for cell in row):
                 long.append(line - max(cell.count("\n") for cell in row))
+            if len(columns) == 1 and row[0] and len(alone) < 100:
+                alone.append(row[0])
             if len(row) < len(columns):  # a spreadsheet leaves out the delimiters of empty last cells
                 short.append(line)
             yield dict(itertools.zip_longest(columns, map(clean, row), fillvalue=""))
@@ -374,6 +385,10 @@ def delimited(file, path, first, above, said):
         reason = str(err).replace("'\x1f'", "the end of the line")
         raise UserError(f"{path}, the row that begins in line {above + begin}: broken quoting ({reason}); a quote within a "
                         "quoted text is written twice") from None
+    for mark in DELIMITERS if len(alone) >= FEWEST_TEXTS else "":
+        if mark in alone[0] and len({cell.count(mark) for cell in alone}) == 1:
+            print(f"{path}: the header has one name, {columns[0]!r}, but the rows as many {mark!r} each, as if of "
+                  f"{alone[0].count(mark) + 1} cells: if so, put the names of all columns in the first line", file=sys.stderr)
     if between:
         print(f"{path}: {between} empty line(s) left out, which the numbers of rows do not count", file=sys.stderr)
     if long:
@@ -431,7 +446,7 @@ def pick_column(path, columns, flag, wanted, usual, fallback):
     return wanted or next((by_name[name] for name in usual if name in by_name), fallback)
 
 
-def pick_text_column(path, rows, columns, wanted=""):
+def pick_text_column(path, rows, columns, wanted):
     """The column with the texts: the one asked for, one with a usual name, or the one with the most letters in rows."""
     cells = {name: [row[name] for row in rows if row.get(name)] for name in columns}
     letters = {name: sum(sum(map(str.isalpha, cell)) for cell in cells[name] if not NO_TEXT.match(cell)) for name in columns}
@@ -442,6 +457,9 @@ def pick_text_column(path, rows, columns, wanted=""):
         return found
     if found is None:
         raise UserError(f"{path} has no column with text: name it with --text_column")
+    if len(found.split()) > 4 and not Path(path).suffix.lower().startswith(".json"):
+        print(f"{path}: the texts are in a column called {found!r}: if that is one of them, the file has no header, and "
+              "needs a first line such as text", file=sys.stderr)
     if any(re.fullmatch(r"-?\d+([.,]\d+)?", name) for name in columns):
         raise UserError(f"{path}: its first line holds a number and is probably no header ({', '.join(columns)[:100]}): put "
                         "one above it, such as id,text,label, or name the column of texts with --text_column")
@@ -458,11 +476,14 @@ def plain_label(cell):
     if not found:
         return ""
     found = found[0] if isinstance(found, list) and len(found) == 1 and isinstance(found[0], str) else cell
-    return unicodedata.normalize("NFC", " ".join(found.split()).strip("\u200b\ufeff "))
+    return unicodedata.normalize("NFC", " ".join(found.split()).strip(UNSEEN))
 
 
-def read_table(path, text_column, label_column):
-    """(texts, labels, text column, label column or None) of a table, stripped; a label is "" where there is none."""
+def read_table(path, asked_text, asked_label):
+    """(texts, labels, text column, label column or None) of a table, stripped; a label is "" where there is none.
+
+    asked_text, asked_label: --text_column and --label_column, "" where the column is to be found.
+    """
     if path.suffix.lower() not in TABLES:
         raise UserError(f"--dataset {path} is unknown: choose one of {', '.join(CORPORA)}, or a file ending in "
                         f"{', '.join(TABLES)} with a text column")
@@ -473,26 +494,22 @@ def read_table(path, text_column, label_column):
     if not rows:
         raise UserError(f"{path} is empty, or a header without rows: expected a header line and texts")
     columns = list(dict.fromkeys(key for row in rows for key in row))  # a JSON object may leave a key out
-    if text_column and text_column == label_column:
-        raise UserError(f"--text_column and --label_column are both {text_column}: name two columns")
-    asked_text, asked_label = text_column, label_column
-    no_text = label_column if label_column not in ("", "none") and len(columns) > 1 else None
-    text_column = pick_text_column(path, rows[:1000], [c for c in columns if c != no_text], text_column)
+    if asked_text and asked_text == asked_label:
+        raise UserError(f"--text_column and --label_column are both {asked_text}: name two columns")
+    no_text = asked_label if asked_label not in ("", "none") and len(columns) > 1 else None
+    text_column = pick_text_column(path, rows[:1000], [c for c in columns if c != no_text], asked_text)
     others = [c for c in columns if c != text_column]
-    label_column = None if label_column == "none" else pick_column(path, others, "label_column", label_column, LABEL_NAMES,
-                                                                   None)
+    label_column = None if asked_label == "none" else pick_column(path, others, "label_column", asked_label, LABEL_NAMES, None)
     texts = [row.get(text_column, "").strip() for row in rows]
     labels = [plain_label(row.get(label_column, "")) for row in rows]
     if label_column is not None and not any(labels):
         raise UserError(f"{path}: column {label_column!r} is empty in every row: name another with --label_column, or pass "
                         "--label_column none to cluster without labels")
-    if not asked_text and len(text_column.split()) > 4 and not path.suffix.lower().startswith(".json"):
-        print(f"{path}: the texts are in a column called {text_column!r}: if that is one of them, the file has no header, and "
-              "needs a first line such as text", file=sys.stderr)
     if len(set(texts) - {""}) < FEWEST_TEXTS:
         raise UserError(f"{path} has {len(rows)} row(s) with {len(set(texts) - {''})} different text(s) in column "
                         f"{text_column!r}: at least {FEWEST_TEXTS} are needed (--text_column chooses another column)")
-    if not asked_label and all(labels) and 2 * len(set(labels)) > len(labels):
+    given = [label for label in labels if label]
+    if not asked_label and 2 * len(given) > len(labels) and 2 * len(set(given)) > len(given):
         raise UserError(f"{path}: most rows have a value of their own in column {label_column!r}, probably not labels: "
                         f"pass --label_column none, or if they are --label_column {shlex.quote(label_column)}")
     return texts, labels, text_column, label_column
@@ -655,7 +672,6 @@ def quoted(text, line=0):
 def explain(err, Args):
     """(message, whether every process of torchrun says it or one for all) of an error that a user can mend, else None."""
     goes_on = "; the same command goes on from what is saved" if hasattr(Args, "restart") else ""
-    text = str(err).strip()
     if isinstance(err, UserError):
         return str(err), isinstance(err, ThisProcessError)
     if isinstance(err, BrokenPipeError):  # `| head` has read enough
@@ -670,7 +686,7 @@ def explain(err, Args):
         return words + goes_on, True
     if isinstance(err, MemoryError) or isinstance(err, RuntimeError) and re.search(NO_MEMORY, str(err)):
         slower = " or, on a GPU, --no_cache" if hasattr(Args, "no_cache") else ""
-        words = f"out of memory ({quoted(text or 'numpy')}): free some, or pass a smaller --batch_size{slower}"
+        words = f"out of memory ({quoted(err) or 'numpy'}): free some, or pass a smaller --batch_size{slower}"
         return f"{words}; finished epochs are saved", True
     if isinstance(err, KeyboardInterrupt):
         if not err.args and not first_process():  # Ctrl-C reaches them all
@@ -869,7 +885,7 @@ def main(args):
     check_task(args)
     own = args.dataset not in CORPORA
     unread = ("labeled_ratio", "mirror") if own else ("text_column", "label_column", "dev_ratio")
-    for flag in unread:  # run_all.sh gives the others to both
+    for flag in unread:  # --gamma, --known_ratio and --raw_dir are let pass, since run_all.sh gives them for a table too
         if getattr(args, flag) != getattr(Args, flag) and (not own or Path(args.dataset).is_file()):
             raise UserError(f"--{flag} says nothing about --dataset {args.dataset}: leave it out")
     if own:

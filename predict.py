@@ -59,6 +59,7 @@ from make_lt_data import (
 from pretrain import data_fingerprint, load_checkpoint, load_trained_layers, pick_device
 
 EXAMPLES = 5  # typical texts of a cluster in clusters.csv
+KEYWORDS = 8  # of a cluster there, at most
 # Function words of requests, and what is left of "don't" and "I'm", beside scikit-learn's list of English function words.
 STOP_WORDS = ENGLISH_STOP_WORDS.union(
     "does did doing don doesn didn isn aren wasn won ll ve re just please want wants wanted need needs needed like know tell "
@@ -82,7 +83,7 @@ def pieces(text):
     return words + [run[i:i + n] for run in runs for n in (2, 3, 4) for i in range(len(run) - n + 1)]
 
 
-def keywords(texts, cluster, K, most=8):
+def keywords(texts, cluster, K):
     """Class-based TF-IDF (Grootendorst 2022, Eq. 2): K lists of words, best first. texts: [str] (N,). cluster: int (N,).
 
     A pair of words, neighbours where function words are left out, leads if it weighs enough beside the best single word; the
@@ -109,7 +110,7 @@ def keywords(texts, cluster, K, most=8):
         chosen = [terms[best]] if leads else []
         seen = {word.rstrip("s") for term in chosen for word in term.split()}
         for j in np.argsort(-score * ~pair, kind="stable"):
-            if pair[j] or score[j] <= 0 or len(chosen) == most:
+            if pair[j] or score[j] <= 0 or len(chosen) == KEYWORDS:
                 break
             if not spaced and any(terms[j] in term or term in terms[j] for term in chosen):
                 continue
@@ -211,6 +212,29 @@ def load_array(run, name):
                         "again") from None
 
 
+def cluster_titles(found, known, words, typical, command):
+    """(title of each cluster, whether the command gave one, the Ctrl-C that ended the asking or None).
+
+    found: {id: name} of clusters.csv, empty without one; other titles are labels of known classes or proposals. command: is
+    asked to name the new clusters, but for those that found lacks. words, typical: of each cluster, keywords and texts.
+    """
+    K, num_known, answers, interrupt = len(words), len(known), {}, None
+    titles = [found.get(k, title) for k, title in enumerate(known + propose_names(words[num_known:], known))]
+    if command:
+        asked = [k for k in range(num_known, K) if typical[k] and (not found or k in found)]
+        bar = tqdm(asked, desc="naming", disable=not sys.stderr.isatty())
+        try:
+            for k in bar:
+                if name := ask_for_name(command, words[k], typical[k][:SHOWN], titles[k], first=not answers):
+                    answers[k] = name
+        except KeyboardInterrupt as err:  # the names so far may have cost money
+            interrupt = err
+        kept = [title for k, title in enumerate(titles) if k not in answers]
+        for k, name in zip(answers, distinct(answers.values(), kept)):
+            titles[k] = name
+    return titles, bool(answers), interrupt
+
+
 def describe(args):
     """Write clusters.csv, assignments.csv and train_row.npy of a run and print what is in them."""
     run = Path(args.run)
@@ -230,21 +254,9 @@ def describe(args):
     nearness = np.einsum("nh,nh->n", feature.astype(np.float32), head[cluster])
     members = [np.flatnonzero(cluster == k) for k in range(K)]
     typical = [[texts[i] for i in own[np.argsort(-nearness[own], kind="stable")]] for own in members]
-    titles = names[:num_known] + propose_names(words[num_known:], names[:num_known])
     found = cluster_names(run, K) if (run / "clusters.csv").exists() else {}
-    titles, answers, interrupt = [found.get(k, title) for k, title in enumerate(titles)], {}, None
-    if args.name_command:
-        bar = tqdm([k for k in range(num_known, K) if typical[k]], desc="naming", disable=not sys.stderr.isatty())
-        try:
-            for k in bar:
-                if name := ask_for_name(args.name_command, words[k], typical[k][:SHOWN], titles[k], first=not answers):
-                    answers[k] = name
-        except KeyboardInterrupt as err:  # the names so far may have cost money
-            interrupt = err
-        kept = [title for k, title in enumerate(titles) if k not in answers]
-        for k, name in zip(answers, distinct(answers.values(), kept)):
-            titles[k] = name
-    anew = bool(answers) or not found
+    titles, named, interrupt = cluster_titles(found, names[:num_known], words, typical, args.name_command)
+    anew = named or not found
 
     used = row[row >= 0]  # a repeated text counts as often as it stands there
     size = np.bincount(cluster[used], minlength=K)
@@ -256,7 +268,7 @@ def describe(args):
     header = ["id", "known", "name", "size", "share", "confidence", "keywords", *(f"example_{n + 1}" for n in range(EXAMPLES))]
     if anew:
         set_aside(run / "clusters.csv")
-        write_table(run / "clusters.csv", header, lines)
+        write_table(run / "clusters.csv", header, [line for line in lines if not found or line[0] in found])
     if set_aside(run / "assignments.csv"):
         print("its labels are learned from when you give that file to run_all.sh")
     write_table(run / "assignments.csv", ASSIGNED, (
@@ -277,23 +289,30 @@ def describe(args):
 # ---- new texts ----
 
 class Labeller:
-    """The encoder and cluster head of a run: texts in, the three best of the given clusters and their probabilities out."""
+    """The encoder and cluster head of a run: texts in, the three best names and their probabilities out.
 
-    def __init__(self, state, clusters, device, dtype):
+    names: {id: name} of the clusters that count; those of one name are one, and have the sum of their probabilities.
+    """
+
+    def __init__(self, state, names, device, dtype):
         config, device = state["config"], pick_device(device)
         pre = config["pretrain"]
         self.encoder = Encoder(pre["encoder"], pre["max_length"], device, pick_dtype(dtype, device),
                                trained_layers=pre["trained_layers"])
         load_trained_layers(self.encoder, state)
-        self.encoder.eval()
-        self.clusters, self.temperature = torch.tensor(sorted(clusters), device=device), config["temperature"]
+        self.names, self.temperature = list(dict.fromkeys(names.values())), config["temperature"]
+        self.clusters = torch.tensor(sorted(names), device=device)
+        self.named = torch.tensor([self.names.index(names[k]) for k in sorted(names)], device=device)
         self.head = normalize(state["head"].to(device)[self.clusters], dim=1)
 
     def __call__(self, texts):
-        """texts: [str] (B,). Returns lists of clusters and of probabilities, at most three of each a text, best first."""
+        """texts: [str] (B,). Returns of each text its cluster, at most three names, best first, and their probabilities."""
         z = normalize(self.encoder.all_features(self.encoder.trunk(self.encoder.tokenize(texts))), dim=1)
-        best = (z @ self.head.T / self.temperature).softmax(1).topk(min(3, len(self.head)), dim=1)
-        return self.clusters[best.indices].tolist(), best.values.tolist()
+        share = (z @ self.head.T / self.temperature).softmax(1)
+        best = torch.zeros(len(z), len(self.names), device=z.device).index_add_(1, self.named, share).topk(
+            min(3, len(self.names)), dim=1)
+        cluster = self.clusters[torch.where(self.named == best.indices[:, :1], share, -1.0).argmax(1)]
+        return cluster.tolist(), [[self.names[i] for i in row] for row in best.indices.tolist()], best.values.tolist()
 
 
 def cluster_names(run, K):
@@ -319,14 +338,13 @@ def cluster_names(run, K):
     return names
 
 
-def label_rows(rows, text_column, labeller, names, columns, batch):
+def label_rows(rows, text_column, labeller, columns, batch):
     """Yield the rows with the seven columns added, batch by batch. A row without text gets none."""
     while part := list(itertools.islice(rows, batch)):
         filled = [row for row in part if row.get(text_column, "").strip()]
-        clusters, chances = labeller([row[text_column].strip() for row in filled]) if filled else ([], [])
-        for row, ids, chance in zip(filled, clusters, chances):
-            cells = [ids[0], *(cell for k, p in zip(ids, chance) for cell in (names[k], f"{100 * p:.1f}"))]
-            row |= dict(zip(columns, cells))
+        found = labeller([row[text_column].strip() for row in filled]) if filled else ()
+        for row, cluster, names, shares in zip(filled, *found):
+            row |= dict(zip(columns, [cluster, *(cell for name, p in zip(names, shares) for cell in (name, f"{100 * p:.1f}"))]))
         yield part
 
 
@@ -394,7 +412,7 @@ def label_file(args):
         table = csv.DictWriter(out, [*columns, *added], restval="", extrasaction="ignore", lineterminator="\n")
         table.writeheader()
         count = without = 0
-        for done in label_rows(itertools.chain(sample, rows), text_column, labeller, names, added, args.batch_size):
+        for done in label_rows(itertools.chain(sample, rows), text_column, labeller, added, args.batch_size):
             table.writerows(done)
             count += len(done)
             without += sum(added[0] not in row for row in done)

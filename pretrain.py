@@ -46,8 +46,8 @@ from make_lt_data import (
 )
 from seeding import class_means
 
-LIMIT = datetime.timedelta(hours=2)  # that processes wait for one another: process 0 seeds a large corpus meanwhile
-SAVE_STEPS = 50  # a checkpoint is written after an epoch and, since one over a large corpus takes long, after so many batches
+LIMIT = datetime.timedelta(hours=2)  # how long processes wait for one another: process 0 may be seeding a large corpus
+SAVE_STEPS = 50  # batches between two checkpoints within an epoch, since one over a large corpus takes long
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Args:
     trained_layers: int = 1  # the last layers of the encoder that train, here and in what starts from here (Sec. 4.1)
     max_length: int = 128  # tokens a text is cut at
     no_cache: bool = False  # run the frozen trunk for every batch anew: slow, to compare with
-    cache_gb: float = 8.0  # on a CPU, hidden states larger than this, for each copy of the corpus, are mapped from out/<run>/
+    cache_gb: float = 8.0  # on a CPU, hidden states of more GB than this, per copy of the corpus, are mapped from out/<run>/
     device: str = "auto"  # cpu, cuda, or auto: cuda where there is one
     dtype: str = "auto"  # float32, bfloat16, or auto: bfloat16 where the hardware multiplies it natively
     restart: bool = False  # replace an earlier run that had other settings
@@ -165,7 +165,7 @@ def open_pretrained(path, data):
 def settings(args, dtype):
     """The flags by which a later call knows a finished run again, --dtype resolved: all but those on where it runs.
 
-    --min_steps is left out as well, since its --epochs tell what comes of it.
+    --min_steps is left out too: the number of epochs that it led to is in --epochs (train_imbanid.wanted_epochs).
     """
     left_out = "data_dir", "out_dir", "cache_gb", "restart", "device", "tag", "min_steps"
     return {k: v for k, v in asdict(args).items() if k not in left_out} | {"dtype": str(dtype).split(".")[1]}
@@ -203,8 +203,8 @@ def in_other_type(found, config):
 def seed_epoch(seed, epoch, rank=0, step=0):
     """Seed dropout for what follows step `step` of an epoch and return the generator of the epoch's batches.
 
-    So a run that goes on from a checkpoint draws what an unbroken one draws: of what a signal stopped at any step this is so
-    on one process, whose generator the checkpoint holds (dropout_state).
+    Thus a run that goes on from a checkpoint draws what an unbroken run draws: at multiples of SAVE_STEPS on any number of
+    processes, and where a signal came at another step on one process, whose generator the checkpoint holds (dropout_state).
     """
     torch.manual_seed(1_000_003 * (seed + 1) + 1009 * epoch + rank + 15_485_863 * step)
     return torch.Generator().manual_seed(1_000_003 * (seed + 1) + 1009 * epoch)
@@ -299,7 +299,7 @@ def agreed_prefix(store, rank, world):
 
 def check_same_job(store, rank, world, config):
     """UserError on every process where one was started with another config than process 0: they would wait for each other."""
-    store.set(f"job {rank}", json.dumps(config, sort_keys=True, default=str))
+    store.set(f"job {rank}", json.dumps(config, sort_keys=True))
     jobs = [json.loads(store.get(f"job {other}")) for other in range(world)]
     for other, job in enumerate(jobs):
         if different := [key for key in {**jobs[0], **job} if jobs[0].get(key) != job.get(key)]:
@@ -308,7 +308,7 @@ def check_same_job(store, rank, world, config):
 
 
 def sum_over_ranks(x):
-    """x summed over processes; x itself on one."""
+    """x summed over processes, in place; x as it is on one."""
     if dist.is_initialized():
         dist.all_reduce(x)
     return x
@@ -324,10 +324,16 @@ def gather_rows(x, N):
     return sum_over_ranks(whole) if N else whole
 
 
-def check_same_checkpoint(epoch, step, folder, world, device):
-    """UserError where the processes did not find the same checkpoint."""
+def find_checkpoint(path, config, args, rank, world, device):
+    """open_checkpoint, and a line on resuming what it found. UserError where the processes did not all find the same."""
+    found = open_checkpoint(path, config, args)
+    epoch, step = (found["epoch"], found["step"]) if found else (0, 0)
     if sum_over_ranks(torch.tensor([epoch, step], device=device)).tolist() != [world * epoch, world * step]:
-        raise UserError(f"the processes found different checkpoints: every node needs the same {folder}/ (a shared disk)")
+        raise UserError(f"the processes found different checkpoints: every node needs the same {path.parent}/ (a shared disk)")
+    if rank == 0 and found:
+        more = f" and {step} batches" * (step > 0)
+        print(f"resuming {path} after epoch {epoch}{more}{in_other_type(found, config)}")
+    return found
 
 
 def on_all_processes(device, config, work):
@@ -406,8 +412,18 @@ def batch_loss(encoder, classifier, hidden, masked, target, label, rows, drawn, 
     return ce, mlm
 
 
+def next_epoch(found, device, rank):
+    """(batches done already, the sums of their losses, dropout's generator) of the next epoch, for run_batches.
+
+    found: the checkpoint from within it, None where it is to begin.
+    """
+    if not found:
+        return 0, torch.zeros(2, device=device), None
+    return found["step"], found["sums"].to(device) * (rank == 0), found.get("rng") if rank == 0 else None
+
+
 def run_batches(batches, loss_of, optimizer, args, epoch, came, step, sums, rng, rank, schedule=None):
-    """An optimizer step for each batch of an epoch, from behind the first `step` on; seed_epoch comes before.
+    """An optimizer step for each batch of an epoch but the first `step`, which are done; call seed_epoch before.
 
     loss_of(*batch): this process's share of the loss, two parts of it (2,), and training rows for joint_step's message.
     sums (2,): those parts, summed over the first `step` batches on process 0, zeros on the others. rng: what dropout's
@@ -490,8 +506,9 @@ def read_texts(args, texts, device, dtype, out, rank, world):
     torch.manual_seed(args.seed)  # minilm comes without a language-model head: it is drawn
     encoder = Encoder(args.encoder, args.max_length, device, dtype, not args.no_cache, args.cache_gb, out, args.trained_layers)
     tokens = {split: encoder.tokenize(texts[split]) for split in ("train", "dev")}
+    long = tokens["train"].lengths >= encoder.max_length
     unknown = tokens["train"].values == encoder.tokenizer.unk_token_id
-    long, unknown = tokens["train"].lengths >= encoder.max_length, unknown[unknown | ~encoder.special(tokens["train"])].float()
+    unknown = unknown[unknown | ~encoder.special(tokens["train"])].float()  # the unknown token is one of the special ones
     if long.any() and rank == 0:
         print(f"{int(long.sum())} text(s) of {encoder.max_length} tokens or more: read up to there (--max_length)")
     if unknown.mean() > 0.95:
@@ -530,21 +547,15 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
     epochs = min(args.epochs, math.ceil(args.max_steps / steps))
     tells = len(dev_label) and meta["num_known"] > 1  # with one known class every dev loss is 0
     epoch, log, best = 0, [], {"epoch": 0}
-    fresh = 0, torch.zeros(2, device=device), None
-    begun = fresh  # batches of the next epoch that are done already, the sums of their losses, dropout's generator after them
-    found = open_checkpoint(part, config, args)
+    found = find_checkpoint(part, config, args, rank, world, device)
+    begun = next_epoch(found, device, rank)
     if found:
         load_trained_layers(encoder, found)
         load_trained(encoder.mlm_head, found["mlm_head"])
         classifier.data.copy_(found["classifier"])
         optimizer.load_state_dict(found["optimizer"])
         epoch, log, best = found["epoch"], found["log"], found["best"]
-        begun = found["step"], found["sums"].to(device) * (rank == 0), found.get("rng") if rank == 0 else None
         start -= found["seconds"]
-        if rank == 0:
-            more = f" and {begun[0]} batches" * (begun[0] > 0)
-            print(f"resuming {part} after epoch {epoch}{more}{in_other_type(found, config)}")
-    check_same_checkpoint(epoch, begun[0], out, world, device)
 
     def save(epoch, step, sums):
         if rank == 0:
@@ -569,7 +580,7 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
                     if step < steps:
                         save(epoch - 1, step, sums)
                 ce, mlm = (sums / steps).tolist()
-                begun = fresh
+                begun = next_epoch(None, device, rank)
                 z = unit_features("dev")
                 judged = dev_result(z, classifier, dev_label, args.temperature) if rank == 0 else (0.0, 0.0)  # one for all
                 loss, accuracy = sum_over_ranks(torch.tensor(judged, dtype=torch.float64, device=device)).tolist()
@@ -578,12 +589,13 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
                     loss < best["dev_loss"] if args.select == "loss" else accuracy > best["dev_accuracy"])
                 if better:
                     best = {**state(), **log[-1]}
-                save(epoch, *fresh[:2])
+                save(epoch, *begun[:2])
             bar.set_postfix(epoch=epoch, dev=f"{accuracy:.2f}", best=f"{best['dev_accuracy']:.2f}")
     if rank > 0:
         return
     seconds = time.time() - start
-    config["weights"] = weights_sha256(best["trained_layers"].values())[:12]  # for what starts from it: settings do not tell
+    # For what starts from it: on another machine the same settings give other weights.
+    config["weights"] = weights_sha256(best["trained_layers"].values())[:12]
     # The number of processes is kept because each draws its own masks.
     save_checkpoint(done, **best, config=config, log=log, seconds=seconds, commit=code, processes=world)
     part.unlink(missing_ok=True)

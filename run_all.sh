@@ -130,7 +130,9 @@ for seed in $seeds; do
     if [ "$method" = imbanid ]; then "${launch[@]}" pretrain.py "${task[@]}" --encoder "$encoder" ${pre[@]+"${pre[@]}"}; fi
     # data/<run>/ and out/<run>/pretrain.pt -> out/<run>/results.json and what belongs to it
     "${launch[@]}" "${stage[@]}" "${task[@]}" ${train[@]+"${train[@]}"}
-    run=$(python -c 'import sys, make_lt_data as m; d, g, s, k = sys.argv[1:]; print(m.run_name(d, float(g), int(s), float(k)))' \
+    run=$(python -c 'import os, sys, make_lt_data as m
+d, g, s, k = sys.argv[1:]
+sys.stdout.buffer.write(os.fsencode(m.run_name(d, float(g), int(s), float(k))))' \
         "$dataset" "$gamma" "$seed" "${KNOWN_RATIO:-0.75}")
     folders+=("out/$run$tag")
     if [ -n "$own" ]; then

@@ -92,8 +92,8 @@ def class_sizes(label, num_known, K, sample_rate):
     """How many rows each known class has, judged by its c labelled ones: (num_known,), or of all classes (K,).
 
     c = ceil(sample_rate n) of a class's n rows are labelled, so (c - 1) / rate < n <= c / rate: the middle of that. If the
-    known classes are as large as each other, the data are balanced, and the novel ones share what is left. Fewer than four
-    known classes with three labelled rows each say nothing of that.
+    known classes are as large as each other, the data are balanced, and the novel ones share what is left; to conclude that,
+    four known classes must have three labelled rows each.
     """
     count = label[label >= 0].bincount(minlength=num_known).clamp_min(1)
     most = count / sample_rate
@@ -221,9 +221,9 @@ def splits_and_merges(z, label, dev_z, dev_label, K, args_of_seeding, seed):
     Every known class is hidden once, a quarter of them at a time. z: (N, H), label: (N,), -1 unlabelled; dev_z, dev_label:
     the labelled rows that the seeding never sees. args_of_seeding: seed_centres' kappa to sample_rate. Recall is the share of
     a row's class that is in its cluster, precision the share of its cluster that is of its class, both over labelled and dev
-    rows, itself left out; the mean over hidden rows. Of the classes that compete for the novel centres only the hidden ones
-    have labelled rows to be seen by; what they put into a row's cluster stands for what the K - num_known unknown classes put
-    there as well.
+    rows, itself left out; the mean over hidden rows. The K - num_known unknown classes compete for the
+    novel centres too, but no row of theirs has a label: how many of their rows are in a cluster is judged by how many of the
+    other hidden classes are there.
     """
     num_known, generator = int(label.max()) + 1, torch.Generator().manual_seed(seed)
     rows, truth = torch.cat([z[label >= 0], dev_z]), torch.cat([label[label >= 0], dev_label])

@@ -51,14 +51,13 @@ from make_lt_data import (
 )
 from metrics import cluster_metrics
 from pretrain import (
-    check_same_checkpoint,
     commit,
     dropout_state,
+    find_checkpoint,
     gather_rows,
-    in_other_type,
     load_trained_layers,
+    next_epoch,
     on_all_processes,
-    open_checkpoint,
     open_pretrained,
     pick_device,
     run_batches,
@@ -116,9 +115,9 @@ class Args:
     swaps: int = 300  # relocations of a novel centre that the seeding tries
     no_class_sizes: bool = False  # seeding and --num_classes auto take no sizes from how many rows of a class are labelled
     no_cache: bool = False  # run the frozen trunk for every batch anew: slow, to compare with
-    cache_gb: float = 8.0  # on a CPU, hidden states larger than this, for each copy of the corpus, are mapped from out/<run>/
+    cache_gb: float = 8.0  # on a CPU, hidden states of more GB than this, per copy of the corpus, are mapped from out/<run>/
     device: str = "auto"  # cpu, cuda, or auto: cuda where there is one
-    dtype: str = "auto"  # float32, bfloat16, or auto: bfloat16 where the hardware has it, as the seeding's search does anyway
+    dtype: str = "auto"  # float32, bfloat16, or auto: bfloat16 where that is native, as in the seeding whatever this says
     restart: bool = False  # replace an earlier run that had other settings
 
 
@@ -433,7 +432,7 @@ def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, 
     z = {} if "own" in meta else {"raw": unit_features("train", "test")}
     load_trained_layers(encoder, pre)
     z["pretrained"] = unit_features("train", "dev", "test")  # dev for the number of classes
-    found = find_checkpoint(out, config, args, rank, world, device)
+    found = find_checkpoint(out / "last.pt", config, args, rank, world, device)
     if rank == 0 and not found:
         clear_out(out)
     seconds |= found["seconds"] if found else {}  # what killed runs have spent
@@ -474,17 +473,6 @@ def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, 
     print_results(results, out)
 
 
-def find_checkpoint(out, config, args, rank, world, device):
-    """out/last.pt where an earlier run with these settings left one, the same on all processes; None otherwise."""
-    found = open_checkpoint(out / "last.pt", config, args)
-    epoch, step = (found["epoch"], found["step"]) if found else (0, 0)
-    check_same_checkpoint(epoch, step, out, world, device)
-    if rank == 0 and found:
-        more = f" and {step} batches" * (step > 0)
-        print(f"resuming {out}/last.pt after epoch {epoch}{more}{in_other_type(found, config)}")
-    return found
-
-
 def clear_out(out):
     """Remove what a finished run of other settings (--restart) left in out, all but what may hold work of a user."""
     set_aside(out / "clusters.csv")
@@ -507,15 +495,13 @@ def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, s
         optimizer, lambda step: 0.5 + 0.5 * math.cos(math.pi * step / max(1, steps * epochs)))
     lambda2 = lambda2_of(args)
     start, epoch, log, view = time.time(), 0, [], None
-    fresh = 0, torch.zeros(2, device=encoder.device), None
-    begun = fresh  # batches of the next epoch that are done already, the sums of their losses, dropout's generator after them
+    begun = next_epoch(found, encoder.device, rank)
     potential, marginal = None, torch.full((K,), 1 / K, dtype=torch.float64, device=encoder.device)
     if found:
         load_trained_layers(encoder, found)
         optimizer.load_state_dict(found["optimizer"])
         schedule.load_state_dict(found["schedule"])
         epoch, log = found["epoch"], found["log"]
-        begun = found["step"], found["sums"].to(encoder.device) * (rank == 0), found.get("rng") if rank == 0 else None
         potential, marginal = found["potential"].to(encoder.device), found["marginal"].to(encoder.device)
         assigned, solved = [x.to(encoder.device) for x in found["assigned"]], found["solved"]
 
@@ -564,18 +550,18 @@ def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, s
                     if step < steps:
                         save(epoch - 1, step, sums)
                 contrastive, ce = (sums / steps).tolist()
-                begun = fresh
+                begun = next_epoch(None, encoder.device, rank)
                 predicted = (encoder.all_features(hidden["dev"]) @ normalize(head.detach(), dim=1).T).argmax(1)
                 right = int(sum_over_ranks((predicted == label["dev"][rank::world]).sum()))
                 log.append({"epoch": epoch, "contrastive": contrastive, "ce": ce, "clean": float(clean.float().mean()),
                             "confidence": float(confidence.mean()), **solved,
                             "beta_max": float(beta.max()), "beta_min": float(beta.min()),
                             "dev_accuracy": 100 * right / len(label["dev"]) if len(label["dev"]) else None})
-                save(epoch, *fresh[:2])
+                save(epoch, *begun[:2])
             bar.set_postfix(epoch=epoch, dev=f"{right / max(1, len(label['dev'])):.1%}", clean=f"{log[-1]['clean']:.2f}")
     assigned, potential, marginal, solved = assign()
     if epoch == 0:  # --epochs 0: what the head was seeded with
-        save(0, *fresh[:2])
+        save(0, *begun[:2])
     return epoch, assigned
 
 

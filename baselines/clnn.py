@@ -14,9 +14,10 @@ import torch
 from torch import nn
 from torch.nn.functional import normalize
 
-from baselines.shared import Flags, Run, finish, kmeans, train
+from baselines.shared import Flags, Run, finish, train
 from losses import contrast_log_prob
 from make_lt_data import check_positive, check_shares, check_zero_or_more, run_script
+from seeding import kmeans
 
 # k per corpus: 50 and 500 are of the authors' scripts, 100 of the ImbaNID paper (Sec. 4.1), which compares with these.
 # Elsewhere half the mean class size (Sec. 4.4 of its paper), to which 50 and 500 are near on the balanced corpora (58, 450); on

@@ -14,8 +14,9 @@ from sklearn.metrics import silhouette_score
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from baselines.shared import Flags, Run, align, dense_layer, finish, kmeans, pretrain_on_known, train
+from baselines.shared import Flags, Run, align, dense_layer, finish, pretrain_on_known, train
 from make_lt_data import check_positive, run_script
+from seeding import kmeans
 
 
 @dataclass

@@ -16,8 +16,9 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 
-from baselines.shared import Flags, Run, align, dense_layer, finish, kmeans, train
+from baselines.shared import Flags, Run, align, dense_layer, finish, train
 from make_lt_data import check_positive, check_shares, check_zero_or_more, run_script
+from seeding import kmeans
 
 EPOCHS = {"clinc": 80, "banking": 60, "stackoverflow": 10}
 GAMMA = {"stackoverflow": 90.0}  # else 10

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 from torch.nn.functional import normalize
 
-from baselines.shared import Flags, Run, finish, kmeans, supervised_contrast, train
+from baselines.shared import Flags, Run, finish, supervised_contrast, train
 from losses import instance_wise_loss
 from make_lt_data import check_positive, check_shares, run_script
 from metrics import match_clusters
-from seeding import semi_supervised_kmeans
+from seeding import kmeans, semi_supervised_kmeans
 
 
 @dataclass

@@ -8,9 +8,9 @@ and the search is as thorough as GCD's, which ends with it.
 """
 from dataclasses import dataclass
 
-from baselines.shared import Flags, Run, finish, kmeans
+from baselines.shared import Flags, Run, finish
 from make_lt_data import UserError, check_positive, run_script
-from seeding import semi_supervised_kmeans
+from seeding import kmeans, semi_supervised_kmeans
 
 
 @dataclass

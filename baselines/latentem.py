@@ -14,9 +14,10 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 
-from baselines.shared import Flags, Run, dense_layer, finish, kmeans, pretrain_on_known, train
+from baselines.shared import Flags, Run, dense_layer, finish, pretrain_on_known, train
 from losses import contrast_log_prob
 from make_lt_data import check_positive, check_shares, run_script
+from seeding import kmeans
 
 
 @dataclass

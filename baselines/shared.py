@@ -63,7 +63,7 @@ class Flags:
     encoder: str = "bert-base-uncased"  # as for pretrain.py: minilm, a local folder, or a hub name
     trained_layers: int = 1  # as for pretrain.py
     max_length: int = 128  # tokens a text is cut at
-    cache_gb: float = 8.0  # on a CPU, hidden states larger than this lie in a memory-mapped file while it runs
+    cache_gb: float = 8.0  # on a CPU, hidden states of more GB than this, per copy of the corpus, are mapped from a file
     device: str = "auto"  # cpu, cuda, or auto: cuda where there is one
     dtype: str = "auto"  # float32, bfloat16, or auto: bfloat16 where the hardware multiplies it natively
     restart: bool = False  # replace an earlier run that had other settings
@@ -232,15 +232,16 @@ def train(run, stage, heads, batch_loss, *, epochs, batch_size, lr, rows=None, b
         schedule.step()
         return float(loss.detach())
 
-    start, before, epoch, log, memory, best, done = time.time(), 0.0, 0, [], {}, {"value": math.inf, "epoch": 0}, False
-    best |= {"modules": trained_state(modules), "memory": {}}
+    start, epoch, log, memory, done = time.time(), 0, [], {}, False
+    best = {"value": math.inf, "epoch": 0, "modules": trained_state(modules), "memory": {}}
     found = open_checkpoint(path, run.config, args)
     if found:
         pretrain.check_trunk(run.encoder, found)
         load_trained(modules, found["modules"])
         optimizer.load_state_dict(found["optimizer"])
         schedule.load_state_dict(found["schedule"])
-        epoch, log, memory, best, done, before = (found[k] for k in ("epoch", "log", "memory", "best", "done", "seconds"))
+        epoch, log, memory, best, done = (found[k] for k in ("epoch", "log", "memory", "best", "done"))
+        start -= found["seconds"]
         memory = {k: v.to(run.device) if torch.is_tensor(v) else v for k, v in memory.items()}
         state = "done" if done else f"resuming after epoch {epoch}"
         print(f"{path} is there: {state}{in_other_type(found, run.config)}")
@@ -264,19 +265,18 @@ def train(run, stage, heads, batch_loss, *, epochs, batch_size, lr, rows=None, b
             modules.eval()
             value = judge(memory) if judge else -epoch
             log.append({"stage": stage, "epoch": epoch, "loss": sum(losses) / len(losses),
-                        "seconds": before + time.time() - start, **({"judged": value} if judge else {})})
+                        "seconds": time.time() - start, **({"judged": value} if judge else {})})
             if value < best["value"] or value != value:  # no dev rows: nothing to choose by
                 best = {"value": value, "epoch": epoch, "modules": trained_state(modules), "memory": dict(memory)}
             done = epoch == epochs or bool(patience) and epoch - best["epoch"] >= patience
         save_checkpoint(path, modules=trained_state(modules), trunk=run.encoder.fingerprint, optimizer=optimizer.state_dict(),
                         schedule=schedule.state_dict(), epoch=epoch, log=log, memory=memory, best=best, done=done,
-                        config=run.config, seconds=before + time.time() - start)
+                        config=run.config, seconds=time.time() - start)
         write_atomic(run.out / "log.jsonl", "".join(json.dumps(line) + "\n" for line in run.log + log))
         bar.update(epoch - bar.n)
     bar.close()
     load_trained(modules, best["modules"])
-    modules.eval()
-    run.seconds[stage] = before + time.time() - start
+    run.seconds[stage] = time.time() - start
     run.log += log
     run.epochs[stage], run.kept[stage] = epoch, best["epoch"]
     return {k: v.to(run.device) if torch.is_tensor(v) else v for k, v in best["memory"].items()}

@@ -15,9 +15,10 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, normalize, pad
 
-from baselines.shared import Flags, Run, dense_layer, dev_loss, finish, kmeans, supervised_contrast, train
+from baselines.shared import Flags, Run, dense_layer, dev_loss, finish, supervised_contrast, train
 from encoder import Packed
 from make_lt_data import check_positive, check_shares, check_zero_or_more, run_script
+from seeding import kmeans
 
 TAU = {"clinc": 0.1}  # else 0.05
 LR = {"stackoverflow": 2e-5}  # else 1e-5

@@ -1,6 +1,7 @@
 """The compared methods: their pieces against plain formulas, each whole on the demo corpus, resumed after a kill, bad flags."""
 import importlib
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -368,10 +369,10 @@ def test_each_method_whole_with_the_real_encoder(demo, start_acc, name, capsys):
     short = {"deepaligned": {"pretrain_epochs": 100}, "usnid": {"pretrain_epochs": 3}}.get(name, {})
     method(name, **demo, epochs=2, **short)
     start = "kmeans_pretrained" if name in ("clnn", "dpn", "latentem") else "kmeans"
-    results, plain = (json.loads((shared.Path(demo["out_dir"]) / f"demo_g10_s0_{which}/results.json").read_text())
+    results, plain = (json.loads((Path(demo["out_dir"]) / f"demo_g10_s0_{which}/results.json").read_text())
                       for which in (name, "kmeans"))
     assert results["method"] == name
-    out, weight = shared.Path(demo["out_dir"]), "0.attention.self.query.weight"
+    out, weight = Path(demo["out_dir"]), "0.attention.self.query.weight"
     own = out / f"demo_g10_s0_{name}/pretrain.pt"  # of a pre-training that is part of the method
     if start == "kmeans_pretrained":
         before = torch.load(out / "demo_g10_s0/pretrain.pt", weights_only=True)["trained_layers"][weight]
@@ -396,7 +397,7 @@ def test_each_method_whole_with_the_real_encoder(demo, start_acc, name, capsys):
         assert found > start_acc["kmeans"]
     assert {"ACC", "NMI"} < results["test_seeded"].keys() and results["test_seeded"] != results["test"]
     assert found > start_acc[start] - 3
-    check_protocol_c(shared.Path(demo["out_dir"]) / f"demo_g10_s0_{name}", demo, results)
+    check_protocol_c(Path(demo["out_dir"]) / f"demo_g10_s0_{name}", demo, results)
     capsys.readouterr()
     method(name, **demo, epochs=2, **short)
     assert "skipped" in capsys.readouterr().out
@@ -431,7 +432,7 @@ def tiny_flags(tiny_run, tiny_encoder):
 def test_a_killed_run_ends_like_one_that_was_not(tiny_flags, name, monkeypatch):
     tiny_flags = tiny_flags | {"epochs": 3} | ({"pretrain_epochs": 2} if name in ("deepaligned", "usnid") else {})
     method(name, **tiny_flags)
-    whole = shared.Path(tiny_flags["out_dir"]) / f"demo_g4_s0_{name}"
+    whole = Path(tiny_flags["out_dir"]) / f"demo_g4_s0_{name}"
     save, calls = shared.save_checkpoint, []
 
     def save_once(*args, **state):
@@ -473,7 +474,7 @@ def test_hidden_labels_change_no_byte(tiny_flags, tiny_run):
     for name in NAMES:
         method(name, **{**tiny_flags, "epochs": 1}, tag="seen", **(
             {"pretrain_epochs": 1} if name in ("deepaligned", "usnid") else {}))
-        first, second = (shared.Path(tiny_flags["out_dir"]) / f"demo_g4_s0_{name}_{tag}" for tag in ("shuffled", "seen"))
+        first, second = (Path(tiny_flags["out_dir"]) / f"demo_g4_s0_{name}_{tag}" for tag in ("shuffled", "seen"))
         for file in ("test_pred.npy", "pseudo_label.npy", "train_feature.npy"):
             assert (first / file).read_bytes() == (second / file).read_bytes()
 
@@ -481,7 +482,7 @@ def test_hidden_labels_change_no_byte(tiny_flags, tiny_run):
 def test_pre_training_of_its_own(tiny_flags, tmp_path):
     """LatentEM's --ce_only, and a method that finds no pretrain.pt and has it made."""
     method("latentem", **tiny_flags, ce_only=True, pretrain_epochs=2, tag="ce")
-    results = json.loads((shared.Path(tiny_flags["out_dir"]) / "demo_g4_s0_latentem_ce/results.json").read_text())
+    results = json.loads((Path(tiny_flags["out_dir"]) / "demo_g4_s0_latentem_ce/results.json").read_text())
     assert results["epochs"] == {"pretrain": 2, "last": 2} and results["config"]["pretrain"] is None
     method("kmeans", **{k: v for k, v in tiny_flags.items() if k not in ("batch_size", "epochs", "out_dir")},
            out_dir=str(tmp_path), features="pretrained")
@@ -493,7 +494,7 @@ def test_weights_that_ran_away_are_not_saved(tiny_flags, monkeypatch):
     monkeypatch.setattr(shared, "lr_share", lambda *_: 1e30)
     with pytest.raises(shared.UserError, match="a weight of|or a gradient not finite"):
         method("gcd", **{**tiny_flags, "batch_size": 100000}, tag="away")
-    assert not (shared.Path(tiny_flags["out_dir"]) / "demo_g4_s0_gcd_away/last.pt").exists()
+    assert not (Path(tiny_flags["out_dir"]) / "demo_g4_s0_gcd_away/last.pt").exists()
     with pytest.raises(shared.UserError, match="a weight of"):  # within begin_epoch
         method("usnid", **tiny_flags, pretrain_epochs=1, tag="away")
 
@@ -504,7 +505,7 @@ def test_a_gradient_that_is_not_finite(tiny_flags, monkeypatch, value, loss):
     monkeypatch.setattr("baselines.clnn.neighbour_loss", lambda z, *_: loss(z.sum()))
     with pytest.raises(shared.UserError, match=rf"loss is {value} .* step 1 of last \(epoch 1\), at lr \d.*batch: \[\d+, \d+"):
         method("clnn", **tiny_flags, tag="nan")
-    assert not (shared.Path(tiny_flags["out_dir"]) / "demo_g4_s0_clnn_nan/last.pt").exists()
+    assert not (Path(tiny_flags["out_dir"]) / "demo_g4_s0_clnn_nan/last.pt").exists()
 
 
 def test_bad_flags_end_in_one_line(tiny_flags, tiny_run):
@@ -524,7 +525,7 @@ def test_bad_flags_end_in_one_line(tiny_flags, tiny_run):
             method("dpn", **{**tiny_flags, flag: value, "tag": "other"})
     one_line_error(script("train_imbanid.py", *tiny_run[0], "--tag", "clnn_first", ok=False), "run of clnn", "--tag")
     method("gcd", **{**tiny_flags, "epochs": 1, "tag": "first"})
-    finished = shared.Path(tiny_flags["out_dir"]) / "demo_g4_s0_gcd_first/results.json"
+    finished = Path(tiny_flags["out_dir"]) / "demo_g4_s0_gcd_first/results.json"
     with pytest.raises(shared.UserError, match="max_length"):
         method("gcd", **{**tiny_flags, "epochs": 1, "tag": "first", "max_length": 2}, restart=True)
     assert finished.exists(), "what was refused has replaced nothing"
@@ -536,7 +537,7 @@ def test_the_seeded_end_is_what_imbanid_starts_from(demo):
     method("kmeans", **demo, features="pretrained", semi_supervised=True, tag="seeded")
     task = {key: value for key, value in demo.items() if key != "encoder"}
     train_imbanid.main(train_imbanid.Args(**task, epochs=0, tag="no_training"))
-    seeded, start = (json.loads((shared.Path(demo["out_dir"]) / f"demo_g10_s0_{tag}/results.json").read_text())
+    seeded, start = (json.loads((Path(demo["out_dir"]) / f"demo_g10_s0_{tag}/results.json").read_text())
                      for tag in ("kmeans_seeded", "no_training"))
     assert seeded["test_seeded"] == start["test"]
 
@@ -547,5 +548,5 @@ def test_the_method_in_the_readme_runs(tiny_flags, tmp_path):
     (tmp_path / "mine.py").write_text(code)
     words = [word for key, value in {**tiny_flags, "tag": "of_ones_own"}.items() for word in (f"--{key}", value)]
     done = script(tmp_path / "mine.py", *words, env={"PYTHONPATH": str(REPO)})
-    out = shared.Path(tiny_flags["out_dir"]) / "demo_g4_s0_mine_of_ones_own"
+    out = Path(tiny_flags["out_dir"]) / "demo_g4_s0_mine_of_ones_own"
     assert json.loads((out / "results.json").read_text())["method"] == "mine" and "protocol C" in done.stdout

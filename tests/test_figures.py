@@ -133,6 +133,19 @@ def test_the_report_is_self_contained_and_keeps_every_text(runs):
         assert part in page, part
 
 
+def test_a_clusters_file_from_a_spreadsheet_is_reported_or_said_to_be_wrong(tmp_path, capsys):
+    own = make_own(tmp_path)
+    text = (own / "clusters.csv").read_text(encoding="utf-8")
+    (own / "clusters.csv").write_text(text.replace(",1.50,88.1,", ',"1,50","88,1",'), encoding="utf-8")
+    figures.draw([own])
+    page = page_data((own / "report.html").read_text(encoding="utf-8"))
+    assert {(line["share"], line["confidence"]) for line in page["clusters"]} == {("1.50", "88.1")}
+    capsys.readouterr()
+    (own / "clusters.csv").write_text(text.replace(",1.50,", " rows,1.50,", 1), encoding="utf-8")
+    figures.draw([own])
+    assert "clusters.csv, row 1: size '6 rows' is no number" in capsys.readouterr().out
+
+
 def test_a_report_of_two_thousand_clusters_is_a_few_megabytes(tmp_path, monkeypatch):
     own = make_own(tmp_path, clusters=2000, rows=2000)
     monkeypatch.setattr(figures, "MAP_ROWS", 50)
@@ -416,6 +429,11 @@ def test_a_method_of_ones_own_is_tabled_and_is_none_of_the_six(tmp_path):
     assert "| GCD | ImbaNID | mine |" in figures.overview_table(tmp_path)
     assert "+20.0 (GCD)" in figures.leads_table(tmp_path) and "mine" not in figures.leads_table(tmp_path)
     assert "| mine |" in figures.other_settings_table(tmp_path)
+    (tmp_path / "demo_g4_s0_mine.json").rename(tmp_path / "demo_g4_s5_mine.json")
+    run = json.loads((tmp_path / "demo_g4_s5_mine.json").read_text())
+    (tmp_path / "demo_g4_s5_mine.json").write_text(json.dumps(run | {"seed": 5}))
+    assert [seeds for _, seeds, _ in figures.compared(tmp_path)] == [[0]], "it does not take seeds from the others"
+    assert "| GCD | ImbaNID |" in figures.overview_table(tmp_path)
 
 
 def test_ablations_are_compared_within_one_encoder(tmp_path):
@@ -439,6 +457,12 @@ def test_a_mean_names_the_tag(tmp_path, capsys):
         figures.main(["mean", str(out)])
         said = capsys.readouterr().out
         assert f"gamma 4, {tag}, encoder minilm" in said and "1.0 minutes a run, all its stages, peak memory 1.0 GB" in said
+    other = results | {"seed": 1, "config": results["config"] | {"pretrain": {"trained_layers": 2, "weights": "b"}}}
+    results["config"]["pretrain"] = {"trained_layers": 1, "weights": "a"}
+    for name, run in (("a", results), ("b", other)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(run))
+    with pytest.raises(UserError, match=r"pretrain.py --trained_layers 1, 2"):
+        figures.main(["mean", str(tmp_path / "a.json"), str(tmp_path / "b.json")])
 
 
 def test_a_run_of_another_encoder_is_kept_beside_the_first_and_never_over_one(tmp_path, monkeypatch):
@@ -458,6 +482,9 @@ def test_a_run_of_another_encoder_is_kept_beside_the_first_and_never_over_one(tm
     with pytest.raises(UserError, match="of encoder a/b, .* of c/b: remove the file"):
         keep("c/b")
     assert keep("minilm") == both
+    monkeypatch.chdir(out)
+    figures.main(["keep", "."])
+    assert [path.name for path in Path("results").iterdir()] == [f"{out.name}.json"]
 
 
 def test_runs_on_dev_are_kept_apart_and_tabled_beside_the_defaults(tmp_path, monkeypatch):

@@ -34,7 +34,7 @@ from make_lt_data import (
     write_table,
 )
 from metrics import cluster_metrics
-from predict import ask_for_name, cluster_names, distinct, keywords, propose_names
+from predict import Labeller, ask_for_name, cluster_names, distinct, keywords, open_model, propose_names
 from pretrain import load_checkpoint
 from train_imbanid import Args, clear_out, lambda2_of, wanted_classes
 
@@ -160,6 +160,22 @@ def test_what_exports_hold(tmp_path, capsys):
     with pytest.raises(UserError, match="--label_column none, or if they are --label_column Topic"):
         read_table(topics, "", "")
     assert read_table(topics, "", "Topic")[1][0] == "about 0" and read_table(topics, "", "none")[3] is None
+    topics.write_text(topics.read_text().replace("about 3", ""))
+    with pytest.raises(UserError, match="probably not labels"):  # one empty cell makes no labels of them
+        read_table(topics, "", "")
+    rows = [(text.replace(",", ""), "a" if n == 3 else "") for n, text in enumerate(TEXTS)]
+    assert read_table(table(tmp_path / "few.csv", rows), "", "")[3] == "label"  # a label of its own where most have none
+    unseen = table(tmp_path / "unseen.csv", rows, ("\ufeff\ufefftext", "\u200blabel"))
+    assert read_table(unseen, "", "")[2:] == ("text", "label")
+    capsys.readouterr()
+    for first in ("text", "Export of 2024-05-01\n\nmessage,intent"):
+        (tmp_path / "title.csv").write_text(f"{first}\n" + "".join(f"{text},{label}\n" for text, label in rows))
+        read_table(tmp_path / "title.csv", "", "")
+        said = capsys.readouterr().err
+        assert "title.csv: the header has one name, " in said and "',' each, as if of 2 cells" in said
+    prose = [(f"{text}{', ' * (n % 3)}",) for n, text in enumerate(TEXTS)]
+    read_table(table(tmp_path / "prose.csv", prose, ("text",)), "", "")
+    assert not capsys.readouterr().err
 
 
 def test_words_of_any_script_are_whole():
@@ -432,6 +448,22 @@ def test_new_texts(own_run, tmp_path):
     assert before == {path: path.stat().st_mtime_ns for path in run.rglob("*")}
 
 
+def test_clusters_of_one_name_are_one_to_a_new_text(own_run):
+    run, texts = own_run[1], [text for text, _, _ in own_run[2] if text]
+    state, _ = open_model(run)
+    _, names, shares = Labeller(state, dict(enumerate("abc")), "cpu", "float32")(texts)
+    for joined, lone in (("xxc", 2), ("xbx", 1), ("axx", 0)):
+        pair, first = [k for k in range(3) if k != lone], set()
+        for before, share, cluster, now, found in zip(names, shares, *Labeller(
+                state, dict(enumerate(joined)), "cpu", "float32")(texts)):
+            share = [share[before.index(name)] for name in "abc"]
+            sums = {"x": share[pair[0]] + share[pair[1]], joined[lone]: share[lone]}
+            assert dict(zip(now, found)) == pytest.approx(sums) and found[0] >= found[1]
+            assert cluster == (max(pair, key=lambda k: share[k]) if now[0] == "x" else lone)
+            first.add(cluster)
+        assert first >= {*pair}, "both of the pair are some text's"
+
+
 def test_new_tables_at_the_edge(own_run, tmp_path):
     """A lone carriage return in a cell, a key that only the last row has, and an output that is a link."""
     run = own_run[1]
@@ -499,6 +531,14 @@ def test_the_users_own_naming_program(own_run, tmp_path):
     once = f"echo >> {tmp_path}/times; [ $(wc -l < {tmp_path}/times) -lt 2 ] || exit 127; echo first"
     done = script("predict.py", run, "--data_dir", folder / "data", "--name_command", once)  # a program that goes missing
     assert "first" in {line["name"] for line in read(run / "clusters.csv")} and "(exit code 127)" in done.stderr
+    lines = (run / "clusters.csv").read_text().splitlines()
+    gone = lines.pop(next(n for n, line in enumerate(lines) if ",no," in line)).split(",")[0]
+    (run / "clusters.csv").write_text("\n".join(lines))
+    counting = f"echo >> {tmp_path}/asked; echo again"
+    script("predict.py", run, "--data_dir", folder / "data", "--name_command", counting)
+    left = read(run / "clusters.csv")
+    assert gone not in {line["id"] for line in left} and len(left) == len(lines) - 1
+    assert len((tmp_path / "asked").read_text()) == sum(line["known"] == "no" for line in left), "nor was it asked about"
 
 
 def test_names_that_were_edited_are_kept_and_a_line_that_is_gone_gets_no_text(own_run, tmp_path):
