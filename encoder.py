@@ -161,17 +161,28 @@ def bert_layers(model):
     return layers
 
 
+def whole_name(name):
+    """--encoder as checkpoints keep it: of a local folder its whole path, by which it is found from any other one."""
+    return os.path.abspath(name) if name != "minilm" and os.path.isdir(name) else name
+
+
 def load_masked_lm(name):
-    """Tokenizer and masked language model of --encoder: minilm, a local folder or a hub name."""
+    """Tokenizer and masked language model of --encoder: minilm, a local folder or a hub name. Runs no code from there."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     folder = minilm_folder() if name == "minilm" else name
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        model = AutoModelForMaskedLM.from_pretrained(folder, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        model, loaded = AutoModelForMaskedLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False,
+                                                             output_loading_info=True)
         # Asked for what Encoder takes of it, so that a lack shows here, as an AttributeError.
         attrgetter("attention.self.query", "attention.output", "intermediate", "output")(bert_layers(model.base_model)[-1])
-        attrgetter("embeddings.position_embeddings")(model.base_model)
+        attrgetter("embeddings.position_embeddings.num_embeddings")(model.base_model)
+        lacking = sorted(name for name in loaded["missing_keys"] if name.startswith(f"{model.base_model_prefix}."))
+        if lacking:  # transformers draws them; of a head, which not every model folder has, that is right
+            raise ValueError(f"its file lacks {len(lacking)} weights, {lacking[0]} the first")
+        if tokenizer.unk_token_id is None or tokenizer.mask_token_id is None:
+            raise ValueError("its tokenizer has no unknown or no mask token")
         if len(tokenizer) > len(model.get_input_embeddings().weight):
             raise ValueError(f"its tokenizer has {len(tokenizer)} tokens, the model {len(model.get_input_embeddings().weight)}")
     except (OSError, ValueError, KeyError, ImportError, SafetensorError, RuntimeError, EOFError, UnpicklingError) as err:
@@ -293,7 +304,7 @@ class Encoder(nn.Module):
             for layer in layers:
                 x = self.run_layer(layer, x, torch.tensor([len(ids)]))
             alike = torch.allclose(x, model(input_ids=ids[None]).last_hidden_state[0], rtol=1e-3, atol=1e-3)
-        except (RuntimeError, IndexError, TypeError):
+        except (RuntimeError, IndexError, TypeError, AttributeError, ValueError):
             alike = False
         if not alike:
             raise UserError(f"--encoder {name} is not BERT-like (its layers work otherwise): pass bert-base-uncased or minilm")

@@ -12,6 +12,7 @@ L_p = cross-entropy on the labelled rows + masked language modelling on all rows
 """
 import datetime
 import errno
+import fcntl
 import hashlib
 import json
 import math
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import time
 import uuid
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -32,7 +33,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 from tqdm import tqdm
 
-from encoder import Encoder, pick_dtype, weights_sha256
+from encoder import Encoder, pick_dtype, weights_sha256, whole_name
 from make_lt_data import (
     NO_MEMORY,
     ThisProcessError,
@@ -336,11 +337,35 @@ def find_checkpoint(path, config, args, rank, world, device):
     return found
 
 
-def on_all_processes(device, config, work):
-    """work(rank, world, device) on each of torchrun's processes, which end here; on the only one without torchrun."""
+@contextmanager
+def held(folder):
+    """Hold the folder of a run's files, for this process alone; UserError where another one does: they would mix theirs."""
+    folder.mkdir(parents=True, exist_ok=True)
+    place = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system lets go when the process ends, however it ends
+    except BlockingIOError:
+        raise UserError(f"another run is writing to {folder}/: wait until it ends, or give this one another --tag or "
+                        "--out_dir") from None
+    except OSError:  # a shared disk without locks
+        pass
+    try:
+        yield
+    finally:
+        os.close(place)
+        with suppress(OSError):
+            folder.rmdir()  # if nothing was written
+
+
+def on_all_processes(device, config, out, work):
+    """work(rank, world, device) on each of torchrun's processes, which end here; on the only one without torchrun.
+
+    The first process holds the folder out meanwhile.
+    """
     try:
         rank, world, device = start_processes(device, config)
-        work(rank, world, device)
+        with held(out) if rank == 0 else nullcontext():
+            work(rank, world, device)
         if world > 1:
             dist.barrier()  # process 0 is still writing: a process that left would look like a failure to torchrun
     except RuntimeError as err:
@@ -477,6 +502,7 @@ def dev_result(z, classifier, label, temperature):
 
 
 def main(args):
+    args = replace(args, encoder=whole_name(args.encoder))
     run, data, texts, labels, meta = open_run(args)
     out = Path(args.out_dir) / run
     if args.select not in ("loss", "accuracy"):
@@ -498,7 +524,7 @@ def main(args):
             kept = f" (dev accuracy {found['dev_accuracy']:.2f})" if len(labels["dev"]) else ""
             print(f"{done} is there already, made with the same settings{kept}: skipped")
         return
-    on_all_processes(device, config, lambda *where: train(args, texts, labels, meta, config, dtype, out, *where))
+    on_all_processes(device, config, out, lambda *where: train(args, texts, labels, meta, config, dtype, out, *where))
 
 
 def read_texts(args, texts, device, dtype, out, rank, world):

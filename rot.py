@@ -57,8 +57,9 @@ def relaxed_ot(log_p, lambda1=0.05, lambda2=2.0, *, row=None, prior=None, penalt
 
     Returns RotResult. Raises ValueError, naming the argument, for one out of range or scores that leave a row nothing, or a
     column (under kl it stays empty); warns if it did not converge, as where fixed shares cannot be met, or now and then
-    reverse_kl with lambda1 1e5 times smaller than the scores, or a prior that spans six decades and lambda2 far below lambda1;
-    solver "sinkhorn" does so with a prior of five decades already.
+    reverse_kl with lambda1 1e5 times smaller than the scores, or a prior that spans six decades and lambda2 not far above
+    lambda1 (a larger max_iter helps, or a start from the solution at a larger lambda2); solver "sinkhorn" does so with a prior
+    of five decades already.
     """
     lambda2 = 1.0 if penalty == "equality" else lambda2  # which has no use for it
     log_p, alpha, prior, g = _check(log_p, lambda1, lambda2, row, prior, penalty, solver, init)
@@ -73,7 +74,7 @@ def relaxed_ot(log_p, lambda1=0.05, lambda2=2.0, *, row=None, prior=None, penalt
     if penalty == "kl":  # a far column rests where -g / lambda2 = (g - gap) / lambda1, one with a share within a few lambda2
         start, spread = start * lambda2 / (lambda1 + lambda2), min(spread, 5 * lambda2)
     spread = min(spread, 1e6 * lambda1)  # beyond, a score is as good as -inf, and from a higher rung digits would be lost
-    rungs = max(0, math.ceil(math.log(spread / 50 / lambda1, 4))) if init is None and spread > 0 else 0
+    rungs = math.ceil(math.log(ratio, 4)) if init is None and (ratio := spread / 50 / lambda1) > 1 else 0
     g = start if init is None else g
     problem = _SemiDual(log_p, alpha, prior, lambda1, lambda2, penalty, chunk_rows, reduce)
     if solver == "newton":
@@ -132,7 +133,8 @@ def _check(log_p, lambda1, lambda2, row, prior, penalty, solver, init):
     alpha, prior, g = vector("row", row, N, 1.0), vector("prior", prior, K, 1.0), vector("init", init, K, 0.0)
     if not (prior.isfinite() & (prior > 0)).all():
         raise ValueError("prior must be finite and positive")
-    if g.abs().max() > 1e6 * lambda1:  # a constant in it says nothing and takes up its digits
+    prior = prior / prior.max() if prior.sum().isinf() else prior
+    if g.abs().max() > 1e4 * lambda1:  # a constant in it says nothing and takes up its digits
         g = g - g.max()
     if not g.isfinite().all():
         raise ValueError("init must be finite")
@@ -170,6 +172,8 @@ def _survey(log_p, alpha, prior, penalty, lambda1, chunk_rows, reduce):
         raise ValueError(TOO_FAR)
     if faults[3]:
         raise ValueError("row must be finite and positive")
+    if not weight.isfinite():
+        raise ValueError("row must have a finite sum")
     if weight == 0:
         raise ValueError("log_p must have at least one row")
     empty = usable == 0

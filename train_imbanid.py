@@ -4,7 +4,7 @@ Reads   data/<run>/            (make_lt_data.py; train_truth.npy only for the me
         out/<run>/pretrain.pt  (pretrain.py)
 Writes  out/<run>/  last.pt  pseudo_label.npy confidence.npy beta.npy train_feature.npy log.jsonl results.json
         and of a benchmark, which has a test set, test_feature.npy test_pred.npy; with --tag TAG in out/<run>_TAG/
-        out/<run>/kmeans_<K>_<dtype>_<weights>.npy, the k-means rows of a benchmark's results.json, which all tags share
+        out/<run>/kmeans_<K>_<dtype>_<weights>_<data>.npy, the k-means rows of a benchmark's results.json, which all tags share
 
     python train_imbanid.py --dataset clinc --gamma 10 --seed 0
     torchrun --nproc_per_node 4 train_imbanid.py --dataset clinc --gamma 10 --seed 0
@@ -406,7 +406,7 @@ def main(args):
         return
     if first_process() and args.epochs > asked:
         print(f"{args.epochs} epochs instead of {asked}, since these few rows make few batches (--min_steps {args.min_steps})")
-    on_all_processes(device, config, lambda *where: train(args, texts, labels, meta, pre, config, data, base, out, *where))
+    on_all_processes(device, config, out, lambda *where: train(args, texts, labels, meta, pre, config, data, base, out, *where))
 
 
 def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, device):
@@ -461,8 +461,8 @@ def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, 
     if "own" in meta:  # nobody knows the truth
         scores = {"own": True, **{k: meta[k] for k in ("num_rows", "num_known", "num_labelled", "num_dev", "text_column")}}
     else:
-        scores, arrays["test_pred"] = evaluate(args, z, head.detach(), pseudo_label, data, labels, meta,
-                                               base / f"kmeans_{K}_{config['dtype']}_{pre['config']['weights']}.npy")
+        shared = f"kmeans_{K}_{config['dtype']}_{pre['config']['weights']}_{pre['config']['data'][:8]}.npy"
+        scores, arrays["test_pred"] = evaluate(args, z, head.detach(), pseudo_label, data, labels, meta, base / shared)
         arrays["test_feature"] = z["final"]["test"].cpu().numpy()
     lap("evaluate")
     results = {"dataset": meta["dataset"], "gamma": meta.get("gamma"), "seed": args.seed, "method": "imbanid", "tag": args.tag,

@@ -274,6 +274,22 @@ def test_a_constant_in_init_says_nothing(constant):
     assert torch.allclose(relaxed_ot(log_p, init=init).beta, relaxed_ot(log_p).beta, atol=1e-8)
 
 
+@pytest.mark.parametrize("constant", [1e3, 9e5 * 0.05, 1e5])
+def test_a_constant_beside_a_solution_is_taken_off(constant):
+    log_p = scores(300, 10, seed=15)
+    solved = relaxed_ot(log_p, 0.05, 0.001)
+    assert relaxed_ot(log_p, 0.05, 0.001, init=solved.potential + constant).n_iter < 20
+
+
+def test_weights_whose_sum_is_infinite():
+    log_p = scores(20, 3)
+    with pytest.raises(ValueError, match="row must have a finite sum"):
+        relaxed_ot(log_p, row=torch.full((20,), 1e307, dtype=torch.float64))
+    huge = relaxed_ot(log_p, prior=torch.full((3,), 1e308, dtype=torch.float64))
+    assert torch.equal(huge.beta, relaxed_ot(log_p).beta)
+    assert relaxed_ot(log_p, 1e30, 1e-300, penalty="kl").converged
+
+
 def test_a_hessian_that_served_well_serves_again(monkeypatch):
     found, curvature = [], rot._SemiDual.curvature
     monkeypatch.setattr(rot._SemiDual, "curvature", lambda *args: found.append(1) or curvature(*args))

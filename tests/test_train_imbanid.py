@@ -19,14 +19,16 @@ import numpy as np
 import pytest
 import torch
 from conftest import PATIENCE, REPO, TINY_PRETRAIN, TINY_TRAIN, Started, one_line_error, ranks, read_tsv, script
+from safetensors.torch import load_file, save_file
 from tiny import make_encoder
 from torch.nn.functional import normalize
 
 import pretrain
 import train_imbanid
-from encoder import Dropout, Encoder, Packed, attend, weights_sha256
+from encoder import Dropout, Encoder, Packed, attend, weights_sha256, whole_name
 from make_lt_data import ThisProcessError, UserError, explain, parse_args, quoted, write_atomic
 from metrics import cluster_metrics
+from pretrain import held
 
 
 def train(task, *flags):
@@ -244,7 +246,7 @@ def test_a_damaged_cache_of_the_kmeans_rows_is_made_anew(tiny_run):
     task, folder = tiny_run
     first, _ = train(task, "--tag", "rows", "--epochs", 1)
     cache, = (folder / "out/demo_g4_s0").glob("kmeans_8_*.npy")
-    assert cache.stem.endswith(first["config"]["pretrain"]["weights"])  # or the next pre-training would find its rows
+    assert first["config"]["pretrain"]["weights"] in cache.stem  # or the next pre-training would find its rows
     whole = cache.read_bytes()
     cache.write_bytes(whole[:100])
     second, _ = train(task, "--tag", "rows_again", "--epochs", 1)
@@ -582,6 +584,36 @@ def test_skip_refuse_and_restart(tiny_run, tmp_path, monkeypatch, capsys):
     spent = train(task, "--tag", "again", "--omega", 0.3)[0]["seconds"]
     assert all(spent[stage] > first["seconds"][stage] for stage in ("features", "seeding"))
     one_line_error(script("train_imbanid.py", *task, *TINY_TRAIN, "--tag", "k50", ok=False), "--tag k50", "other ratios")
+
+
+@pytest.mark.parametrize("name", ["pretrain.py", "train_imbanid.py"])
+def test_a_second_run_in_the_same_folder_is_told_so(tiny_run, tiny_encoder, tmp_path, name):
+    shutil.copytree(tiny_run[1] / "out", tmp_path / "out")
+    task, flags = (*tiny_run[0][:-1], tmp_path / "out"), (*TINY_TRAIN, "--omega", 0.3)
+    if name == "pretrain.py":
+        flags, done = (*TINY_PRETRAIN, "--encoder", tiny_encoder), tmp_path / "out/demo_g4_s0/pretrain.pt"
+        done.unlink()
+    with held(tmp_path / "out/demo_g4_s0"):
+        one_line_error(script(name, *task, *flags, ok=False), "another run is writing to", "--tag")
+    script(name, *task, *flags)
+
+
+def test_the_kmeans_rows_of_another_test_set_are_not_taken(tiny_run, tmp_path):
+    """They are kept for the next --tag; training does not read the test texts, so its weights do not tell."""
+    shutil.copytree(tiny_run[1], tmp_path, dirs_exist_ok=True)
+    data, out = tmp_path / "data/demo_g4_s0", tmp_path / "out/demo_g4_s0"
+    task = (*tiny_run[0][:-3], tmp_path / "data", "--out_dir", tmp_path / "out")
+    train(task, "--tag", "one")
+    kept, = out.glob("kmeans_*.npy")
+    rows = (data / "test.tsv").read_text().splitlines(keepends=True)
+    (data / "test.tsv").write_text("".join(rows[:-4]))
+    np.save(data / "test_label.npy", np.load(data / "test_label.npy")[:-4])
+    pre = pretrain.load_checkpoint(out / "pretrain.pt")  # what training it anew gives
+    pretrain.save_checkpoint(out / "pretrain.pt", **pre | {"config": pre["config"] | {
+        "data": pretrain.data_fingerprint(data)}})
+    train(task, "--tag", "two")
+    again, = set(out.glob("kmeans_*.npy")) - {kept}
+    assert np.load(again).shape[1] == np.load(kept).shape[1] - 4
 
 
 def test_a_pre_training_made_anew_is_not_taken_for_the_one_before(tiny_run, tmp_path):
@@ -999,13 +1031,59 @@ def test_an_encoder_that_is_not_there_or_damaged(tiny_run, tiny_encoder, tmp_pat
         one_line_error(script("pretrain.py", *task, "--encoder", name, ok=False, env=offline), "--encoder", "minilm")
 
 
+def test_an_encoder_whose_file_lacks_weights(tiny_encoder, tmp_path):
+    """transformers draws what is missing, and says so where nobody reads it: of the head that is right, else nothing is."""
+    weights = load_file(tiny_encoder / "model.safetensors")
+    for name, kept in (("layer", {k: v for k, v in weights.items() if ".layer.1." not in k}),
+                       ("wrapped", {f"module.{k}": v for k, v in weights.items()}),
+                       ("head", {k: v for k, v in weights.items() if not k.startswith("cls.predictions.transform")})):
+        folder = shutil.copytree(tiny_encoder, tmp_path / name)
+        save_file(kept, folder / "model.safetensors", {"format": "pt"})
+        with contextlib.nullcontext() if name == "head" else pytest.raises(UserError, match="its file lacks .* weights, bert"):
+            Encoder(str(folder), 32, torch.device("cpu"), torch.float32)
+
+
+def test_an_encoder_that_brings_code_is_refused(tiny_run, tiny_encoder, tmp_path):
+    folder = shutil.copytree(tiny_encoder, tmp_path / "brings")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "own", "auto_map": {
+        "AutoConfig": "conf.OwnConfig", "AutoModelForMaskedLM": "conf.OwnModel"}}))
+    (folder / "conf.py").write_text(f"open({str(tmp_path / 'has_run')!r}, 'w')\n")
+    with pytest.raises(UserError, match="cannot be loaded"):
+        Encoder(str(folder), 32, torch.device("cpu"), torch.float32)
+    assert not (tmp_path / "has_run").exists()
+
+
+def test_an_encoder_without_an_unknown_or_a_mask_token(tiny_encoder, tmp_path):
+    from transformers import BertTokenizer
+    for token in ("unk_token", "mask_token"):
+        folder = shutil.copytree(tiny_encoder, tmp_path / token)
+        tokenizer = BertTokenizer.from_pretrained(folder)
+        setattr(tokenizer, token, None)
+        tokenizer.save_pretrained(folder)
+        with pytest.raises(UserError, match="no unknown or no mask token"):
+            Encoder(str(folder), 32, torch.device("cpu"), torch.float32)
+
+
+def test_an_encoders_folder_is_found_from_another_one(tiny_encoder, monkeypatch):
+    monkeypatch.chdir(tiny_encoder.parent)
+    assert whole_name(tiny_encoder.name) == str(tiny_encoder) and whole_name("bert-base-uncased") == "bert-base-uncased"
+
+
 def test_an_encoder_that_works_otherwise(tiny_encoder, tmp_path):
     """Layers of BERT's names that norm first, or embeddings of another width, would be computed wrongly."""
-    from transformers import ElectraConfig, ElectraForMaskedLM, RobertaPreLayerNormConfig, RobertaPreLayerNormForMaskedLM
+    from transformers import (
+        BigBirdConfig,
+        BigBirdForMaskedLM,
+        ElectraConfig,
+        ElectraForMaskedLM,
+        RobertaPreLayerNormConfig,
+        RobertaPreLayerNormForMaskedLM,
+    )
     shutil.copytree(tiny_encoder, tmp_path, dirs_exist_ok=True)
     size = {"vocab_size": 9000, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     for model in (RobertaPreLayerNormForMaskedLM(RobertaPreLayerNormConfig(**size)),
-                  ElectraForMaskedLM(ElectraConfig(**size, embedding_size=16))):
+                  ElectraForMaskedLM(ElectraConfig(**size, embedding_size=16)), BigBirdForMaskedLM(BigBirdConfig(**size))):
         model.save_pretrained(tmp_path)
         with pytest.raises(UserError, match="not BERT-like"):
             Encoder(str(tmp_path), 32, torch.device("cpu"), torch.float32)
