@@ -161,11 +161,6 @@ def bert_layers(model):
     return layers
 
 
-def whole_name(name):
-    """--encoder as checkpoints keep it: of a local folder its whole path, by which it is found from any other one."""
-    return os.path.abspath(name) if name != "minilm" and os.path.isdir(name) else name
-
-
 def load_masked_lm(name):
     """Tokenizer and masked language model of --encoder: minilm, a local folder or a hub name. Runs no code from there."""
     transformers_logging.set_verbosity_error()
@@ -179,15 +174,15 @@ def load_masked_lm(name):
         attrgetter("attention.self.query", "attention.output", "intermediate", "output")(bert_layers(model.base_model)[-1])
         attrgetter("embeddings.position_embeddings.num_embeddings")(model.base_model)
         lacking = sorted(name for name in loaded["missing_keys"] if name.startswith(f"{model.base_model_prefix}."))
-        if lacking:  # transformers draws them; of a head, which not every model folder has, that is right
+        if lacking:  # transformers draws them at random, as is right for a head, which not every model folder has
             raise ValueError(f"its file lacks {len(lacking)} weights, {lacking[0]} the first")
-        if tokenizer.unk_token_id is None or tokenizer.mask_token_id is None:
-            raise ValueError("its tokenizer has no unknown or no mask token")
+        if tokenizer.unk_token_id is None:
+            raise ValueError("its tokenizer has no unknown token")
         if len(tokenizer) > len(model.get_input_embeddings().weight):
             raise ValueError(f"its tokenizer has {len(tokenizer)} tokens, the model {len(model.get_input_embeddings().weight)}")
     except (OSError, ValueError, KeyError, ImportError, SafetensorError, RuntimeError, EOFError, UnpicklingError) as err:
         raise UserError(f"--encoder {name} cannot be loaded ({quoted(err)}): pass --encoder minilm, which comes with "
-                        "requirements.txt, or the path of a downloaded model folder") from None
+                        "requirements.txt, or the path of a downloaded model folder, as seen from where you are") from None
     except AttributeError:
         raise UserError(f"--encoder {name} is not BERT-like (other layers): pass a BERT, a RoBERTa or an MPNet") from None
     return tokenizer, model
@@ -454,6 +449,8 @@ class Encoder(nn.Module):
 
     def mask_tokens(self, tokens, generator):
         """BERT's masking (15 %, of which 80 % [MASK], 10 % random, 10 % kept). Returns Packed ids and Packed targets."""
+        if self.tokenizer.mask_token_id is None:
+            raise UserError("the tokenizer of --encoder has no mask token: pass another encoder, or --no_mlm")
         collator = DataCollatorForLanguageModeling(self.tokenizer, mlm_probability=0.15)
         collator.generator = generator  # its own `seed` is only read when it collates whole batches
         ids, target = collator.torch_mask_tokens(tokens.values.cpu().clone()[None],

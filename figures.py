@@ -19,7 +19,9 @@ import base64
 import html
 import json
 import math
+import os
 import re
+import sys
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -278,10 +280,11 @@ def method_title(run):
     return title
 
 
-def compared(folder, more=False):
+def compared(folder, more=False, partial=None):
     """[((dataset, gamma, encoder), seeds, {method's title: {seed: run}})] of results/*.json, on the seeds that all have.
 
-    A method that is not one of METHODS is left out where it lacks one of the seeds that those have.
+    A method that is not one of METHODS is left out where it lacks one of the seeds that those have; the list `partial` is
+    told of it.
     more: where ImbaNID has more seeds than that, the methods that have these too follow once more. The runs of tag "full" take
     the place of a method's others in a cell as soon as they are on all the seeds of those, which then follow as CUT. A method
     all of whose runs in a cell were scored with the labelled rows held as well is there with that end a second time.
@@ -308,6 +311,8 @@ def compared(folder, more=False):
         known = [runs for runs in found[key].values() if all(run["method"] in METHODS for run in runs.values())]
         shared = set.intersection(*map(set, known or found[key].values()))
         ours = set(found[key].get("ImbaNID", ()))
+        if partial is not None:
+            partial += [f"{title} on {key[0]}, gamma {key[1]:g}" for title, runs in found[key].items() if shared - runs.keys()]
         for seeds in (shared, ours) if more and ours > shared else (shared,):
             by_method = {title: runs for title, runs in found[key].items() if runs.keys() >= seeds}
             if seeds and len(by_method) > 1:
@@ -955,7 +960,7 @@ def keep(paths):
     if files := [path for path in paths if not Path(path).is_dir()]:
         raise UserError(f"{files[0]} is no folder of out/, whose results.json could be kept")
     for path in paths:
-        run, name = read_benchmark(path), Path(path).resolve().name
+        run, name = read_benchmark(path), Path(os.path.abspath(path)).name  # of a link its own name
         on_dev = run.get("on_dev") or Path(path).resolve().parent.name == "dev"
         folder = Path("results") / ("dev" if on_dev else "")
         folder.mkdir(parents=True, exist_ok=True)
@@ -1002,8 +1007,12 @@ def main(words):
         if not read_kept("results", ratios=None):
             raise UserError("no runs in results/ to make tables of: start in the repository's folder, or keep a run first")
         tables = {build.__name__: build() for build in TABLES}
-        for name in [name for name, table in tables.items() if not table]:
-            print(f"{name} is empty: results/ lacks what it compares, and where a document has it, it stays as it was")
+        empty, partial = [name for name, table in tables.items() if not table], []
+        compared("results", partial=partial)
+        for title in partial:
+            print(f"left out: {title}, which lacks seeds that the others have", file=sys.stderr)
+        if empty and paths:
+            print("empty, and as they were in the documents: " + ", ".join(empty), file=sys.stderr)
         put_tables("\n\n".join(filter(None, tables.values())), paths)
     else:
         draw(words)

@@ -31,7 +31,7 @@ def select_clean(label, confidence, beta, rho=0.7, tau_g=0.9, use_dr=True, use_q
     Raises ValueError for other shapes and types, labels outside of 0..K-1, NaN, and what is no probability.
     """
     if label.ndim != 1 or label.dtype not in (torch.int32, torch.int64):  # others index as masks, or not at all
-        raise ValueError(f"label must be int64 of shape (N,), got {label.dtype} {tuple(label.shape)}")
+        raise ValueError(f"label must be int32 or int64 of shape (N,), got {label.dtype} {tuple(label.shape)}")
     N = len(label)
     if confidence.shape != (N,) or not ((confidence >= 0) & (confidence <= 1 + 1e-3)).all():
         raise ValueError(f"confidence must have shape ({N},) and lie in 0..1, without NaN")

@@ -387,8 +387,8 @@ def delimited(file, path, first, above, said):
                         "quoted text is written twice") from None
     for mark in DELIMITERS if len(alone) >= FEWEST_TEXTS else "":
         if mark in alone[0] and len({cell.count(mark) for cell in alone}) == 1:
-            print(f"{path}: the header has one name, {columns[0]!r}, but the rows as many {mark!r} each, as if of "
-                  f"{alone[0].count(mark) + 1} cells: if so, put the names of all columns in the first line", file=sys.stderr)
+            print(f"{path}: the header has one name, {columns[0]!r}, but every row has {alone[0].count(mark)} {mark!r}: if "
+                  "they divide cells, put the names of all columns in the first line", file=sys.stderr)
     if between:
         print(f"{path}: {between} empty line(s) left out, which the numbers of rows do not count", file=sys.stderr)
     if long:
@@ -509,7 +509,7 @@ def read_table(path, asked_text, asked_label):
         raise UserError(f"{path} has {len(rows)} row(s) with {len(set(texts) - {''})} different text(s) in column "
                         f"{text_column!r}: at least {FEWEST_TEXTS} are needed (--text_column chooses another column)")
     given = [label for label in labels if label]
-    if not asked_label and 2 * len(given) > len(labels) and 2 * len(set(given)) > len(given):
+    if not asked_label and len(given) > 0.9 * len(labels) and 2 * len(set(given)) > len(given):
         raise UserError(f"{path}: most rows have a value of their own in column {label_column!r}, probably not labels: "
                         f"pass --label_column none, or if they are --label_column {shlex.quote(label_column)}")
     return texts, labels, text_column, label_column

@@ -33,7 +33,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 from tqdm import tqdm
 
-from encoder import Encoder, pick_dtype, weights_sha256, whole_name
+from encoder import Encoder, pick_dtype, weights_sha256
 from make_lt_data import (
     NO_MEMORY,
     ThisProcessError,
@@ -339,32 +339,33 @@ def find_checkpoint(path, config, args, rank, world, device):
 
 @contextmanager
 def held(folder):
-    """Hold the folder of a run's files, for this process alone; UserError where another one does: they would mix theirs."""
+    """Lock the folder of a run's files while the block runs. Yields whether no other process has it locked."""
     folder.mkdir(parents=True, exist_ok=True)
-    place = os.open(folder, os.O_RDONLY)
+    place, free = os.open(folder, os.O_RDONLY), True
     try:
-        fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system lets go when the process ends, however it ends
-    except BlockingIOError:
-        raise UserError(f"another run is writing to {folder}/: wait until it ends, or give this one another --tag or "
-                        "--out_dir") from None
-    except OSError:  # a shared disk without locks
-        pass
-    try:
-        yield
+        try:
+            fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system lets go when the process ends, however it ends
+        except OSError as err:
+            free = err.errno not in (errno.EAGAIN, errno.EACCES)  # others are of disks that know no locks
+        yield free
     finally:
+        if free:
+            with suppress(OSError):
+                folder.rmdir()  # if nothing was written
         os.close(place)
-        with suppress(OSError):
-            folder.rmdir()  # if nothing was written
 
 
 def on_all_processes(device, config, out, work):
     """work(rank, world, device) on each of torchrun's processes, which end here; on the only one without torchrun.
 
-    The first process holds the folder out meanwhile.
+    The first process holds the folder out meanwhile. UserError on all where another run does: the two would mix their files.
     """
     try:
         rank, world, device = start_processes(device, config)
-        with held(out) if rank == 0 else nullcontext():
+        with held(out) if rank == 0 else nullcontext(True) as free:
+            if sum_over_ranks(torch.tensor(not free, dtype=torch.int64, device=device)):
+                raise UserError(f"another run is writing to {out}/: wait until it has ended, or pass another --tag (to "
+                                "pretrain.py another --out_dir)")
             work(rank, world, device)
         if world > 1:
             dist.barrier()  # process 0 is still writing: a process that left would look like a failure to torchrun
@@ -502,7 +503,6 @@ def dev_result(z, classifier, label, temperature):
 
 
 def main(args):
-    args = replace(args, encoder=whole_name(args.encoder))
     run, data, texts, labels, meta = open_run(args)
     out = Path(args.out_dir) / run
     if args.select not in ("loss", "accuracy"):

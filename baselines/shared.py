@@ -20,7 +20,7 @@ import math
 import os
 import sys
 import time
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 import pretrain
 import train_imbanid
-from encoder import Encoder, pick_dtype, whole_name
+from encoder import Encoder, pick_dtype
 from losses import class_wise_loss, contrastive_objective, instance_wise_loss
 from make_lt_data import CORPORA, UserError, check_positive, check_tag, open_run, write_atomic
 from pretrain import (
@@ -80,7 +80,6 @@ class Run:
         check_positive(args, "cache_gb")
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             raise UserError("the compared methods run on one process: python, not torchrun")
-        args = replace(args, encoder=whole_name(args.encoder))
         self.args, self.method, self.views, self.log, self.epochs, self.kept = args, method, {}, [], {}, {}
         name, self.data, texts, self.labels, self.meta = open_run(args)
         self.K, self.num_known = self.meta["num_classes"], self.meta["num_known"]

@@ -172,7 +172,7 @@ def test_what_exports_hold(tmp_path, capsys):
         (tmp_path / "title.csv").write_text(f"{first}\n" + "".join(f"{text},{label}\n" for text, label in rows))
         read_table(tmp_path / "title.csv", "", "")
         said = capsys.readouterr().err
-        assert "title.csv: the header has one name, " in said and "',' each, as if of 2 cells" in said
+        assert "title.csv: the header has one name, " in said and "every row has 1 ','" in said
     prose = [(f"{text}{', ' * (n % 3)}",) for n, text in enumerate(TEXTS)]
     read_table(table(tmp_path / "prose.csv", prose, ("text",)), "", "")
     assert not capsys.readouterr().err
@@ -768,7 +768,7 @@ def test_a_real_corpus_as_a_table(real_raw, tmp_path):
     with open_table(run / "assignments.csv") as f:
         cluster = np.array([int(line["cluster"]) for line in records(f, "a.csv")])
     scores = cluster_metrics(truth[~labelled], cluster[~labelled], num_known, counts)
-    assert scores["ACC"] > 75 and scores["novel"] > 60  # 91 and 92; 86 and 83 with the classes beside them
+    assert scores["ACC"] > 75 and scores["novel"] > 60  # here 91 and 92, of the next third of the classes 86 and 83
     hits = []
     for line in read(run / "clusters.csv"):
         if line["known"] == "no":
