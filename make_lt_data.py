@@ -578,7 +578,7 @@ def own_data(args):
     if (folder / "meta.json").exists():
         meta = read_run(folder)[3]
         sha = file_sha256(path) if path.is_file() else meta["raw_sha256"]["table"]
-        anew = f"remove {folder} and the folder {folder.name} in out/, or rename the file"
+        anew = f"remove {folder} and add --restart to run_all.sh (tables that you edited are kept), or rename the file"
         if meta["raw_sha256"]["table"] != sha:
             raise UserError(f"{folder} was made from another {path.name}: {anew}")
         if other := [f"no --{key}" if was == "" else f"--{key} {shlex.quote(str(was))}"

@@ -755,13 +755,13 @@ def test_a_real_corpus_as_a_table(real_raw, tmp_path):
     rows, num_known = np.flatnonzero(labels["train"] % 3 == 1), len(range(1, num_known, 3))
     truth, labelled, names, counts = labels["train"][rows] // 3, labelled[rows], names[1::3], counts[1::3]
     shown = [names[k] if seen else "" for k, seen in zip(truth, labelled)]
-    path = table(tmp_path / "clinc.csv", zip([texts["train"][row] for row in rows], shown))
+    path = table(tmp_path / "third.csv", zip([texts["train"][row] for row in rows], shown))
     flags = ("--dataset", path, "--data_dir", tmp_path / "data")
     script("make_lt_data.py", *flags)
     flags += ("--out_dir", tmp_path / "out")
     script("pretrain.py", *flags, "--encoder", "minilm", "--epochs", 3)
     script("train_imbanid.py", *flags, "--epochs", 1, "--min_steps", 0)
-    run = tmp_path / "out/clinc_s0"
+    run = tmp_path / "out/third_s0"
     script("predict.py", run, "--data_dir", tmp_path / "data")
     K = json.loads((run / "results.json").read_text())["num_classes"]
     assert abs(K - len(names)) <= 0.2 * len(names)

@@ -588,12 +588,13 @@ def test_skip_refuse_and_restart(tiny_run, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("name", ["pretrain.py", "train_imbanid.py"])
 def test_a_second_run_in_the_same_folder_is_told_so(tiny_run, tiny_encoder, tmp_path, name):
-    shutil.copytree(tiny_run[1] / "out", tmp_path / "out")
-    task, flags = (*tiny_run[0][:-1], tmp_path / "out"), (*TINY_TRAIN, "--omega", 0.3)
-    if name == "pretrain.py":
-        flags, done = (*TINY_PRETRAIN, "--encoder", tiny_encoder), tmp_path / "out/demo_g4_s0/pretrain.pt"
-        done.unlink()
-    with held(tmp_path / "out/demo_g4_s0") as free:
+    pre, out = tiny_run[1] / "out/demo_g4_s0/pretrain.pt", tmp_path / "demo_g4_s0"
+    task, flags = (*tiny_run[0][:-1], tmp_path), (*TINY_PRETRAIN, "--encoder", tiny_encoder)
+    out.mkdir()
+    if name == "train_imbanid.py":
+        shutil.copy(pre, out)
+        flags = TINY_TRAIN
+    with held(out) as free:
         assert free
         one_line_error(script(name, *task, *flags, ok=False), "another run is writing to", "--tag")
         one_line_error(script(name, *task, *flags, ok=False, nproc=2), "another run is writing to", "--tag")
@@ -602,8 +603,10 @@ def test_a_second_run_in_the_same_folder_is_told_so(tiny_run, tiny_encoder, tmp_
 
 def test_the_kmeans_rows_of_another_test_set_are_not_taken(tiny_run, tmp_path):
     """They are kept for the next --tag; training does not read the test texts, so its weights do not tell."""
-    shutil.copytree(tiny_run[1], tmp_path, dirs_exist_ok=True)
     data, out = tmp_path / "data/demo_g4_s0", tmp_path / "out/demo_g4_s0"
+    shutil.copytree(tiny_run[1] / "data/demo_g4_s0", data)
+    out.mkdir(parents=True)
+    shutil.copy(tiny_run[1] / "out/demo_g4_s0/pretrain.pt", out)
     task = (*tiny_run[0][:-3], tmp_path / "data", "--out_dir", tmp_path / "out")
     train(task, "--tag", "one")
     kept, = out.glob("kmeans_*.npy")
