@@ -312,7 +312,8 @@ def compared(folder, more=False, partial=None):
         shared = set.intersection(*map(set, known or found[key].values()))
         ours = set(found[key].get("ImbaNID", ()))
         if partial is not None:
-            partial += [f"{title} on {key[0]}, gamma {key[1]:g}" for title, runs in found[key].items() if shared - runs.keys()]
+            partial += [f"{title} on {key[0]}, gamma {key[1]:g}, {Path(key[2]).name}" for title, runs in found[key].items()
+                        if shared - runs.keys() and not title.endswith(HELD)]
         for seeds in (shared, ours) if more and ours > shared else (shared,):
             by_method = {title: runs for title, runs in found[key].items() if runs.keys() >= seeds}
             if seeds and len(by_method) > 1:

@@ -387,8 +387,8 @@ def delimited(file, path, first, above, said):
                         "quoted text is written twice") from None
     for mark in DELIMITERS if len(alone) >= FEWEST_TEXTS else "":
         if mark in alone[0] and len({cell.count(mark) for cell in alone}) == 1:
-            print(f"{path}: the header has one name, {columns[0]!r}, but every row has {alone[0].count(mark)} {mark!r}: if "
-                  "they divide cells, put the names of all columns in the first line", file=sys.stderr)
+            print(f"{path}: the header has one name, {columns[0]!r}, but its first rows have {alone[0].count(mark)} {mark!r} "
+                  "each: if they divide cells, put the names of all columns in the first line", file=sys.stderr)
     if between:
         print(f"{path}: {between} empty line(s) left out, which the numbers of rows do not count", file=sys.stderr)
     if long:

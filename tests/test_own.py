@@ -172,7 +172,7 @@ def test_what_exports_hold(tmp_path, capsys):
         (tmp_path / "title.csv").write_text(f"{first}\n" + "".join(f"{text},{label}\n" for text, label in rows))
         read_table(tmp_path / "title.csv", "", "")
         said = capsys.readouterr().err
-        assert "title.csv: the header has one name, " in said and "every row has 1 ','" in said
+        assert "title.csv: the header has one name, " in said and "rows have 1 ',' each" in said
     prose = [(f"{text}{', ' * (n % 3)}",) for n, text in enumerate(TEXTS)]
     read_table(table(tmp_path / "prose.csv", prose, ("text",)), "", "")
     assert not capsys.readouterr().err
