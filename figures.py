@@ -120,9 +120,10 @@ def spread(runs, key):
         return {flag: value for flag, value in own.items() if flag not in OF_A_RUN} | pretrain
 
     first = runs[0]
+    asked = settings(first)
     for run in runs[1:]:
         now = settings(run)
-        for flag, one in settings(first).items():
+        for flag, one in asked.items():
             other = now.get(flag)
             if one != other and other is not None:  # an older file may lack a flag
                 raise UserError(f"these runs of {first['method']} on {first['dataset']} differ in more than the seed ({flag} "
@@ -280,16 +281,14 @@ def method_title(run):
     return title
 
 
-def compared(folder, more=False, partial=None):
-    """[((dataset, gamma, encoder), seeds, {method's title: {seed: run}})] of results/*.json, on the seeds that all have.
+def by_cell(folder):
+    """{(dataset, gamma, encoder): {method's title: {seed: run}}} of results/*.json.
 
-    A method that is not one of METHODS is left out where it lacks one of the seeds that those have; the list `partial` is
-    told of it.
-    more: where ImbaNID has more seeds than that, the methods that have these too follow once more. The runs of tag "full" take
-    the place of a method's others in a cell as soon as they are on all the seeds of those, which then follow as CUT. A method
-    all of whose runs in a cell were scored with the labelled rows held as well is there with that end a second time.
+    The runs of tag "full" take the place of a method's others in a cell as soon as they are on all the seeds of those, which
+    then follow as CUT. A method all of whose runs in a cell were scored with the labelled rows held as well is there with that
+    end a second time.
     """
-    found, groups = {}, []
+    found = {}
     for run in read_kept(folder):
         full = run["method"] in PAPER_METHODS and run["tag"] == "full"
         if not run["tag"] or run["method"] == "kmeans" or full:
@@ -307,13 +306,31 @@ def compared(folder, more=False, partial=None):
                 cell |= {title: full} | ({title + CUT: others} if others else {})
         cell |= {title + HELD: {seed: run | {"test": run["test_held"]} for seed, run in by_seed.items()}
                  for title, by_seed in cell.items() if all("test_held" in run for run in by_seed.values())}
+    return found
+
+
+def shared_seeds(cell):
+    """The seeds that all of METHODS in a cell of by_cell have; of a cell without one of them, that all in it have."""
+    known = [runs for runs in cell.values() if all(run["method"] in METHODS for run in runs.values())]
+    return set.intersection(*map(set, known or cell.values()))
+
+
+def left_out(folder):
+    """What compared leaves out of methods of one's own, in words."""
+    return [f"{title} on {dataset}, gamma {gamma:g}, {Path(encoder).name}" for (dataset, gamma, encoder), cell
+            in by_cell(folder).items() for title, runs in cell.items()
+            if shared_seeds(cell) - runs.keys() and not title.endswith(HELD)]
+
+
+def compared(folder, more=False):
+    """[((dataset, gamma, encoder), seeds, {method's title: {seed: run}})] of results/*.json, see by_cell, on shared_seeds.
+
+    A method of one's own that lacks one of these is left out. more: where ImbaNID has more seeds than that, the methods that
+    have these too follow once more.
+    """
+    found, groups = by_cell(folder), []
     for key in in_order(found):
-        known = [runs for runs in found[key].values() if all(run["method"] in METHODS for run in runs.values())]
-        shared = set.intersection(*map(set, known or found[key].values()))
-        ours = set(found[key].get("ImbaNID", ()))
-        if partial is not None:
-            partial += [f"{title} on {key[0]}, gamma {key[1]:g}, {Path(key[2]).name}" for title, runs in found[key].items()
-                        if shared - runs.keys() and not title.endswith(HELD)]
+        shared, ours = shared_seeds(found[key]), set(found[key].get("ImbaNID", ()))
         for seeds in (shared, ours) if more and ours > shared else (shared,):
             by_method = {title: runs for title, runs in found[key].items() if runs.keys() >= seeds}
             if seeds and len(by_method) > 1:
@@ -1008,9 +1025,8 @@ def main(words):
         if not read_kept("results", ratios=None):
             raise UserError("no runs in results/ to make tables of: start in the repository's folder, or keep a run first")
         tables = {build.__name__: build() for build in TABLES}
-        empty, partial = [name for name, table in tables.items() if not table], []
-        compared("results", partial=partial)
-        for title in partial:
+        empty = [name for name, table in tables.items() if not table]
+        for title in left_out("results"):
             print(f"left out: {title}, which lacks seeds that the others have", file=sys.stderr)
         if empty and paths:
             print("empty, and as they were in the documents: " + ", ".join(empty), file=sys.stderr)

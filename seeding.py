@@ -221,9 +221,9 @@ def splits_and_merges(z, label, dev_z, dev_label, K, args_of_seeding, seed):
     Every known class is hidden once, a quarter of them at a time. z: (N, H), label: (N,), -1 unlabelled; dev_z, dev_label:
     the labelled rows that the seeding never sees. args_of_seeding: seed_centres' kappa to sample_rate. Recall is the share of
     a row's class that is in its cluster, precision the share of its cluster that is of its class, both over labelled and dev
-    rows, itself left out; the mean over hidden rows. The K - num_known unknown classes compete for the
-    novel centres too, but no row of theirs has a label: how many of their rows are in a cluster is judged by how many of the
-    other hidden classes are there.
+    rows, itself left out; the mean over hidden rows. The K - num_known unknown classes compete for the novel centres too, but
+    no row of theirs has a label: how many of their rows are in a cluster is judged by how many of the other hidden classes are
+    there.
     """
     num_known, generator = int(label.max()) + 1, torch.Generator().manual_seed(seed)
     rows, truth = torch.cat([z[label >= 0], dev_z]), torch.cat([label[label >= 0], dev_label])

@@ -461,8 +461,8 @@ def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, 
     if "own" in meta:  # nobody knows the truth
         scores = {"own": True, **{k: meta[k] for k in ("num_rows", "num_known", "num_labelled", "num_dev", "text_column")}}
     else:
-        shared = f"kmeans_{K}_{config['dtype']}_{pre['config']['weights']}_{pre['config']['data'][:8]}.npy"
-        scores, arrays["test_pred"] = evaluate(args, z, head.detach(), pseudo_label, data, labels, meta, base / shared)
+        kmeans_file = base / f"kmeans_{K}_{config['dtype']}_{pre['config']['weights']}_{pre['config']['data'][:8]}.npy"
+        scores, arrays["test_pred"] = evaluate(args, z, head.detach(), pseudo_label, data, labels, meta, kmeans_file)
         arrays["test_feature"] = z["final"]["test"].cpu().numpy()
     lap("evaluate")
     results = {"dataset": meta["dataset"], "gamma": meta.get("gamma"), "seed": args.seed, "method": "imbanid", "tag": args.tag,

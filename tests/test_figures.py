@@ -433,6 +433,7 @@ def test_a_method_of_ones_own_is_tabled_and_is_none_of_the_six(tmp_path):
     run = json.loads((tmp_path / "demo_g4_s5_mine.json").read_text())
     (tmp_path / "demo_g4_s5_mine.json").write_text(json.dumps(run | {"seed": 5}))
     assert [seeds for _, seeds, _ in figures.compared(tmp_path)] == [[0]], "it does not take seeds from the others"
+    assert figures.left_out(tmp_path) == ["mine on demo, gamma 4, minilm"]
     assert "| GCD | ImbaNID |" in figures.overview_table(tmp_path)
 
 
