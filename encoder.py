@@ -27,7 +27,7 @@ from make_lt_data import ThisProcessError, UserError, file_sha256, quoted
 
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 CHUNK = 8192  # tokens that a forward pass takes at once, give or take a row; eight times as many on a GPU
-BLOCK = 128  # tokens such a pass is filled up to a multiple of, see fill
+BLOCK = 128  # tokens such a pass is filled up to a multiple of, see pad_to_block
 REUSED = 128 << 20  # bytes: freed blocks up to this size are used again, see keep_freed_memory; those of a pass are smaller
 
 
@@ -75,7 +75,7 @@ def by_equal_length(values, lengths):
     return zip(values.split((sizes * counts).tolist()), sizes.tolist())
 
 
-def fill(x):
+def pad_to_block(x):
     """x (T, ...) with rows of zeros up to a multiple of BLOCK, on a CPU.
 
     A product of a size not seen before has its code generated first on processors with AMX, which takes several times as
@@ -102,7 +102,7 @@ def attend(qkv, dropout, bias=None):
     bias: what MPNet adds for the distance of key (last) from query, (heads, L, L) float32, or None.
 
     On a CPU torch has no kernel with dropout, and its softmax takes ten times as long over short rows as over long ones: here
-    the keys come first. In float32, since code would be generated for each new size of a bfloat16 product, as in `fill`.
+    the keys come first. In float32, since code would be generated for each new size of a bfloat16 product (pad_to_block).
     """
     if not dropout.training or qkv.device.type != "cpu":
         bias = None if bias is None else bias.to(qkv.dtype)
@@ -119,8 +119,8 @@ def attend(qkv, dropout, bias=None):
 def attend_at_once(qkv, lengths, dropout):
     """attend for texts of all lengths, shortest first: qkv (T, 3, heads, d), lengths (B,). Returns (T, heads, d).
 
-    In bfloat16 on a GPU, which is done with a kernel before Python has started the next: one for each length cost a third of a
-    step's time.
+    For bfloat16 on a GPU, which finishes a kernel before Python has launched the next: one kernel for each length cost a third
+    of a step's time.
     """
     offsets, longest = nn.functional.pad(lengths.cumsum(0), (1, 0)).int(), int(lengths[-1])
     return torch.ops.aten._flash_attention_forward(*qkv.unbind(1), offsets, offsets, longest, longest,
@@ -144,7 +144,7 @@ def minilm_folder():
 
 
 def bert_layers(model):
-    """The layers of a BERT-like model without its heads, MPNet's by the names of BERT's, whose parts they are made of."""
+    """The layers of a BERT-like model without its heads; MPNet's, whose parts have other names, rebuilt as BertLayers."""
     if model.config.model_type != "mpnet":
         return model.encoder.layer
     same = ("hidden_size", "num_attention_heads", "intermediate_size", "hidden_act", "layer_norm_eps", "hidden_dropout_prob",
@@ -170,7 +170,7 @@ def load_masked_lm(name):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         model, loaded = AutoModelForMaskedLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False,
                                                              output_loading_info=True)
-        # Asked for what Encoder takes of it, so that a lack shows here, as an AttributeError.
+        # Looks up the parts that Encoder uses, so that a model without one of them fails here, with an AttributeError.
         attrgetter("attention.self.query", "attention.output", "intermediate", "output")(bert_layers(model.base_model)[-1])
         attrgetter("embeddings.position_embeddings.num_embeddings")(model.base_model)
         lacking = sorted(name for name in loaded["missing_keys"] if name.startswith(f"{model.base_model_prefix}."))
@@ -196,9 +196,9 @@ def weights_sha256(tensors):
 
 
 def move_to_gpu(model, device):
-    """model.to(device), or a UserError where the GPU is full or not one for this torch: that shows by now or in a product.
+    """model.to(device), and a first product, by which it shows whether this torch can use the GPU; UserError where it cannot.
 
-    From here on the whole process adds up in one order, so that the same seed gives the same bytes.
+    From here on the whole process sums in a fixed order, so that the same seed gives the same bytes.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)  # it would plan anew for every number of rows of every length
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read at the first product; without it what is set below is refused
@@ -337,7 +337,7 @@ class Encoder(nn.Module):
         attention = layer.attention.self
         parts = [getattr(attention, name) for name in ("query", "key", "value")]
         heads = attention.num_attention_heads
-        T, x = len(x), fill(x.to(self.dtype))
+        T, x = len(x), pad_to_block(x.to(self.dtype))
         with self.autocast():
             projected = linear(x, torch.cat([m.weight for m in parts]), torch.cat([m.bias for m in parts]))
             size = projected.shape[1] // heads // 3
@@ -351,8 +351,8 @@ class Encoder(nn.Module):
                     context.append(attend(qkv, attention.dropout, bias).flatten(0, 1))
                 context = torch.cat(context).flatten(1)
             if kept is not None:
-                T, context, x = len(kept), context[kept], fill(x[kept])
-            x = layer.attention.output(fill(context), x)
+                T, context, x = len(kept), context[kept], pad_to_block(x[kept])
+            x = layer.attention.output(pad_to_block(context), x)
             return layer.output(layer.intermediate(x), x)[:T]
 
     @torch.no_grad()
@@ -437,7 +437,7 @@ class Encoder(nn.Module):
         if len(wanted) == 0:
             return torch.zeros((), device=self.device), 0
         with self.autocast():
-            logits = fill(torch.cat(states))
+            logits = pad_to_block(torch.cat(states))
             for part in self.mlm_head:
                 logits = part(logits)
         place = wanted if self._word is None else self._word[wanted]

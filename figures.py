@@ -24,6 +24,7 @@ import re
 import sys
 import warnings
 from collections import Counter
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -31,13 +32,13 @@ from scipy.stats import ttest_rel
 
 from make_lt_data import CORPORA, TASK, UserError, open_table, records, run_name, run_script, write_atomic
 
-# The paper's Table 2, ImbaNID's row: {(dataset, gamma): (NMI, ARI, ACC)}.
-PAPER = {("clinc", 1): (97.26, 91.78, 95.64), ("clinc", 3): (95.60, 85.36, 90.44),
-         ("clinc", 5): (94.65, 81.90, 88.04), ("clinc", 10): (93.40, 76.21, 82.40),
-         ("banking", 1): (87.66, 70.13, 81.14), ("banking", 3): (86.79, 67.35, 76.72),
-         ("banking", 5): (83.60, 61.18, 72.89), ("banking", 10): (81.08, 55.80, 66.59),
-         ("stackoverflow", 1): (83.52, 77.06, 88.30), ("stackoverflow", 3): (82.12, 75.09, 87.40),
-         ("stackoverflow", 5): (81.42, 73.09, 86.50), ("stackoverflow", 10): (79.78, 71.15, 82.60)}
+# The paper's Table 2, ImbaNID's row: {(dataset, gamma): (ACC, NMI, ARI)}.
+PAPER = {("clinc", 1): (95.64, 97.26, 91.78), ("clinc", 3): (90.44, 95.60, 85.36),
+         ("clinc", 5): (88.04, 94.65, 81.90), ("clinc", 10): (82.40, 93.40, 76.21),
+         ("banking", 1): (81.14, 87.66, 70.13), ("banking", 3): (76.72, 86.79, 67.35),
+         ("banking", 5): (72.89, 83.60, 61.18), ("banking", 10): (66.59, 81.08, 55.80),
+         ("stackoverflow", 1): (88.30, 83.52, 77.06), ("stackoverflow", 3): (87.40, 82.12, 75.09),
+         ("stackoverflow", 5): (86.50, 81.42, 73.09), ("stackoverflow", 10): (82.60, 79.78, 71.15)}
 # The ACC of its other rows at gamma 1, 3, 5 and 10: {method: (CLINC's, BANKING's, StackOverflow's)}.
 PAPER_CORPORA, PAPER_GAMMAS = ("clinc", "banking", "stackoverflow"), (1, 3, 5, 10)
 PAPER_METHODS = {
@@ -50,14 +51,14 @@ PAPER_METHODS = {
 # The paper's Table 3, gamma 10: {tag: (title, head medium tail of CLINC, of BANKING, of StackOverflow)}.
 ABLATIONS = {
     "": ("ImbaNID", (82.52, 90.67, 71.26, 68.26, 66.05, 65.87, 90.67, 87.25, 81.67)),
-    "no_training": ("w/o stage 3: the seeded head", (math.nan,) * 9),  # --epochs 0
-    "no_class_sizes": ("w/o class sizes", (math.nan,) * 9),  # of the seeding, ours
-    "no_swaps": ("w/o moved centres", (math.nan,) * 9),  # --swaps 0, of the seeding, ours
-    "no_label_weight": ("w/o label weight", (math.nan,) * 9),  # --label_weight 1, of the seeding, ours
+    "no_training": ("w/o stage 3: the seeded head", ()),  # --epochs 0
+    "no_class_sizes": ("w/o class sizes", ()),  # of the seeding, ours
+    "no_swaps": ("w/o moved centres", ()),  # --swaps 0, of the seeding, ours
+    "no_label_weight": ("w/o label weight", ()),  # --label_weight 1, of the seeding, ours
     "cot": ("w/ COT", (72.74, 87.44, 58.67, 62.72, 63.11, 48.70, 86.63, 85.75, 79.67)),
     "eot": ("w/ EOT", (81.41, 83.00, 65.33, 66.59, 65.40, 57.61, 90.00, 86.11, 81.60)),
     "mot": ("w/ MOT", (69.33, 57.67, 30.52, 62.07, 57.34, 26.20, 88.97, 66.00, 64.33)),
-    "kmeans_labels": ("w/ k-means", (math.nan,) * 9),  # the paper's Sec. 4.8 has no figures; kmeans is a method's folder
+    "kmeans_labels": ("w/ k-means", ()),  # the paper's Sec. 4.8 has no figures; kmeans is a method's folder
     "no_dr": ("w/o DR", (80.74, 88.57, 71.21, 67.17, 65.08, 49.67, 88.33, 86.75, 81.33)),
     "no_qr": ("w/o QR", (82.50, 88.94, 70.52, 63.91, 65.42, 59.02, 87.67, 86.00, 81.57)),
     "no_dr_qr": ("w/o DR and QR", (81.19, 87.19, 71.05, 67.50, 64.88, 50.00, 88.33, 86.51, 80.33)),
@@ -76,7 +77,7 @@ METHOD_COLUMNS = (*(f"{c} (C)" for c in COLUMNS[:5]), "ACC (T)", "epochs", "seco
 HELD = ", labels held"  # behind a method's title: its features, with GCD's end instead of its own under C
 CUT = ", cut short"  # likewise: on a shorter schedule than the published one, whose runs have the tag "full"
 GB = 2**20 / 1e9  # a "memory_mb" in results/ counts MiB
-OF_A_RUN = ("seed", "data", "pretrain", "dtype", "no_cache")  # what runs over seeds and machines may differ in
+OF_A_RUN = ("seed", "data", "pretrain", "weights", "dtype", "no_cache")  # what runs over seeds and machines may differ in
 WITH_IT = {"lr": "head_lr", "epochs": "max_steps"}  # flags that are set together, in tables of one of them
 USAGE = ("usage: figures.py RUN..., figures.py mean RUN..., figures.py keep RUN..., or figures.py table "
          "[DOCUMENT...]; RUN is a folder in out/, or a file in results/")
@@ -108,33 +109,48 @@ def read_kept(folder, ratios=(0.75, 0.1)):
     return [run for run in runs if ratios in (None, (run["config"]["known_ratio"], run["config"]["labeled_ratio"]))]
 
 
+def grouped(runs, *keys):
+    """{(values of these keys): {seed: run}}."""
+    groups = {}
+    for run in runs:
+        groups.setdefault(tuple(run[key] for key in keys), {})[run["seed"]] = run
+    return groups
+
+
+def settings(run):
+    """{flag: value} of a run and, as "pretrain.py --flag", of the pre-training it starts from; OF_A_RUN left out."""
+    pretrain = {f"pretrain.py --{flag}": value for flag, value in (run["config"].get("pretrain") or {}).items()
+                if flag not in OF_A_RUN}
+    return {flag: value for flag, value in run["config"].items() if flag not in OF_A_RUN} | pretrain
+
+
+def changed(first, other):
+    """The (flag, value) of the settings `other` that `first` has otherwise; a flag that an older file lacks is none."""
+    return [(flag, other[flag]) for flag in first if first[flag] != other.get(flag, first[flag])]
+
+
+def scores_of(runs, row, column="ACC"):
+    """float (S,): one score of a row of results of each of S runs, NaN where a run has no such row or nothing in it."""
+    return np.array([run.get(row, {}).get(column) for run in runs], dtype=float)
+
+
 def spread(runs, key):
     """{column: (mean, standard deviation)} of one row of results over seeds; NaN where any is null.
 
     UserError where the runs, or the pre-trainings they start from, differ in another setting than the seed.
     """
-    def settings(run):
-        own = {flag: run[flag] for flag in ("dataset", "gamma", "encoder", "method", "tag")} | run["config"]
-        pretrain = {f"pretrain.py --{flag}": value for flag, value in (own.get("pretrain") or {}).items()
-                    if flag not in (*OF_A_RUN, "weights")}
-        return {flag: value for flag, value in own.items() if flag not in OF_A_RUN} | pretrain
-
-    first = runs[0]
-    asked = settings(first)
-    for run in runs[1:]:
-        now = settings(run)
-        for flag, one in asked.items():
-            other = now.get(flag)
-            if one != other and other is not None:  # an older file may lack a flag
-                raise UserError(f"these runs of {first['method']} on {first['dataset']} differ in more than the seed ({flag} "
-                                f"{one}, {other}): take their means one by one, and for a table remove some of them from "
-                                "results/")
-    values = {c: np.array([run[key][c] for run in runs], dtype=float) for c in COLUMNS}
+    first, *others = ({f: run[f] for f in ("dataset", "gamma", "encoder", "method", "tag")} | settings(run) for run in runs)
+    for other in others:
+        for flag, value in changed(first, other):
+            raise UserError(f"these runs of {first['method']} on {first['dataset']} differ in more than the seed ({flag} "
+                            f"{first[flag]}, {value}): take their means one by one, and for a table remove some of them from "
+                            "results/")
+    values = {c: scores_of(runs, key, c) for c in COLUMNS}
     return {c: (v.mean(), v.std(ddof=1) if len(v) > 1 else 0.0) for c, v in values.items()}
 
 
 def mean_of(runs, key, column="ACC"):
-    """The mean over runs of one score of a row of results, see spread."""
+    """The mean of scores_of, of runs that spread takes for comparable."""
     return spread(runs, key)[column][0]
 
 
@@ -172,25 +188,28 @@ def markdown(columns, rows):
     return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in (columns, ["---"] * len(columns), *rows))
 
 
+def own_runs(folder):
+    """{(dataset, gamma, encoder): {seed: run}} of ImbaNID itself, no ablation and no other setting."""
+    return grouped((run for run in read_kept(folder) if run["method"] == "imbanid" and not run["tag"]),
+                   "dataset", "gamma", "encoder")
+
+
 def results_table(folder="results"):
     """README's table in Markdown: our mean over seeds beside the paper's, built from results/*.json."""
-    groups = {}
-    for run in read_kept(folder):
-        if run["method"] == "imbanid" and not run["tag"]:
-            groups.setdefault((run["dataset"], run["gamma"], run["encoder"]), []).append(run)
+    groups = own_runs(folder)
     columns = ("corpus", "gamma", "encoder", "seeds", "ACC", "NMI", "ARI", "known", "novel", "ACC (T)",
                "semi-sup. k-means (10 starts), ACC", "k-means, ACC", "paper (BERT) ACC / NMI / ARI", "ours minus it")
     rows = []
     for dataset, gamma, encoder in in_order(groups):
-        runs = groups[dataset, gamma, encoder]
+        runs = [*groups[dataset, gamma, encoder].values()]
         ours = spread(runs, "test")
         cells = [CORPORA[dataset][0], f"{gamma:g}", Path(encoder).name, " ".join(str(run["seed"]) for run in runs)]
         cells += [f"{mean:.2f}" + (f" ± {sd:.2f}" if len(runs) > 1 else "")
-                  for mean, sd in (ours[c] for c in ("ACC", "NMI", "ARI", "known", "novel"))]
+                  for mean, sd in (ours[c] for c in COLUMNS[:5])]
         cells += [f"{mean_of(runs, row):.2f}" for row in ("test_kmeans", "ss_kmeans_raw", "kmeans_raw")]
-        paper = dict(zip(("NMI", "ARI", "ACC"), PAPER.get((dataset, gamma), ())))
-        cells += [" / ".join(f"{paper[c]:.2f}" for c in ("ACC", "NMI", "ARI") if paper),
-                  " / ".join(f"{ours[c][0] - paper[c]:+.2f}" for c in ("ACC", "NMI", "ARI") if paper)]
+        paper = PAPER.get((dataset, gamma), ())
+        cells += [" / ".join(f"{value:.2f}" for value in paper),
+                  " / ".join(f"{ours[c][0] - value:+.2f}" for c, value in zip(COLUMNS, paper))]
         rows.append(cells)
     return markdown(columns, rows)
 
@@ -204,32 +223,28 @@ def paired_test(ours, others):
 
 
 def ablation_runs(folder):
-    """({(dataset, tag, seed): run} of ImbaNID and its ablations at gamma 10, the corpora with ablations).
+    """({(dataset, tag): {seed: run}} of ImbaNID and its ablations at gamma 10, the corpora with ablations).
 
     Of the encoder with most ablations.
     """
     found = [run for run in read_kept(folder) if run["method"] == "imbanid" and run["tag"] in ABLATIONS and run["gamma"] == 10]
     encoders = Counter(run["encoder"] for run in found if run["tag"])
     encoder = max(encoders, key=encoders.get, default=None)
-    runs = {(run["dataset"], run["tag"], run["seed"]): run for run in found if run["encoder"] == encoder}
-    return runs, [dataset for dataset in CORPORA if any(key[0] == dataset and key[1] for key in runs)]
-
-
-def seeds_of(runs, dataset, tag):
-    return [seed for name, of, seed in sorted(runs) if (name, of) == (dataset, tag)]
+    runs = grouped((run for run in found if run["encoder"] == encoder), "dataset", "tag")
+    return runs, [dataset for dataset in CORPORA if any(of == dataset and tag for of, tag in runs)]
 
 
 def against_full(runs, dataset, tag, row):
-    """"84.4, -0.5 (p 0.35)": mean ACC of an ablation under a row of results and, tested on the same seeds, what the whole
-    method differs by; without that where it does not or lacks a seed, and "not run" without a run.
+    """"84.4, -0.5 (p 0.35)": mean ACC of an ablation under a row of results and, tested on the same seeds, its difference to
+    the whole method; without that where there is none or the whole method lacks a seed, and "not run" without a run.
     """
-    seeds = seeds_of(runs, dataset, tag)
-    if not seeds:
+    ablated, full = (runs.get((dataset, of), {}) for of in (tag, ""))
+    if not ablated:
         return "not run"
-    whole = "" if all((dataset, "", seed) in runs for seed in seeds) else tag
-    ours, full = (np.array([runs[dataset, of, seed][row]["ACC"] for seed in seeds]) for of in (tag, whole))
-    p = paired_test(ours, full)
-    return f"{ours.mean():.2f}" + (f", {(ours - full).mean():+.2f} ({p})" if p else "")
+    full = full if full.keys() >= ablated.keys() else ablated
+    ours, theirs = (scores_of([side[seed] for seed in ablated], row) for side in (ablated, full))
+    p = paired_test(ours, theirs)
+    return f"{ours.mean():.2f}" + (f", {(ours - theirs).mean():+.2f} ({p})" if p else "")
 
 
 def ablation_table(folder="results"):
@@ -243,19 +258,15 @@ def ablation_table(folder="results"):
     for tag, (title, paper) in ABLATIONS.items():
         cells = [title]
         for dataset in corpora:
-            seeds = seeds_of(runs, dataset, tag)
-            if not seeds:
-                cells += ["not run"] * 4
-                continue
-            theirs = paper[3 * PAPER_CORPORA.index(dataset):] if dataset in PAPER_CORPORA else 3 * [math.nan]
-            scores = spread([runs[dataset, tag, seed] for seed in seeds], "test")
-            for group, value in zip(GROUPS, theirs):
-                cells.append(f"{scores[group][0]:.2f}" + (f" ({value:.2f})" if value == value else ""))
+            ours = spread([*runs[dataset, tag].values()], "test") if (dataset, tag) in runs else None
+            theirs = paper[3 * PAPER_CORPORA.index(dataset):][:3] if dataset in PAPER_CORPORA else ()
+            cells += [f"{ours[group][0]:.2f}" + (f" ({value:.2f})" if value else "") if ours else "not run"
+                      for group, value in zip_longest(GROUPS, theirs)]
             cells.append(against_full(runs, dataset, tag, "test"))
         rows.append(cells)
     rows.append(["semi-sup. k-means (10 starts), raw features"])
     for dataset in corpora:
-        full = [runs[dataset, "", seed] for seed in seeds_of(runs, dataset, "")]
+        full = [*runs.get((dataset, ""), {}).values()]
         rows[-1] += [f"{mean_of(full, 'ss_kmeans_raw', c):.2f}" if full else "not run" for c in (*GROUPS, "ACC")]
     heads = [f"{CORPORA[dataset][0]} {group}" for dataset in corpora for group in (*GROUPS, "ACC")]
     return markdown(["", *heads], rows)
@@ -272,6 +283,12 @@ def ablation_t_table(folder="results"):
 def method_place(method):
     """Where a method stands in a table: in the order of METHODS, those that somebody has added behind."""
     return list(METHODS).index(method) if method in METHODS else len(METHODS)
+
+
+def title_place(item):
+    """Sorts {method's title: its runs}: methods as in method_place, their variants by title."""
+    title, runs = item
+    return method_place(runs[0]["method"]), title
 
 
 def method_title(run):
@@ -323,7 +340,7 @@ def left_out(folder):
 
 
 def compared(folder, more=False):
-    """[((dataset, gamma, encoder), seeds, {method's title: {seed: run}})] of results/*.json, see by_cell, on shared_seeds.
+    """[((dataset, gamma, encoder), seeds, {method's title: a run for each seed})] of results/*.json, on shared_seeds.
 
     A method of one's own that lacks one of these is left out. more: where ImbaNID has more seeds than that, the methods that
     have these too follow once more.
@@ -332,11 +349,10 @@ def compared(folder, more=False):
     for key in in_order(found):
         shared, ours = shared_seeds(found[key]), set(found[key].get("ImbaNID", ()))
         for seeds in (shared, ours) if more and ours > shared else (shared,):
-            by_method = {title: runs for title, runs in found[key].items() if runs.keys() >= seeds}
-            if seeds and len(by_method) > 1:
-                seeds = sorted(seeds)
-                titles = sorted(by_method, key=lambda t: (method_place(by_method[t][seeds[0]]["method"]), t))
-                groups.append((key, seeds, {title: by_method[title] for title in titles}))
+            by_method = {title: [runs[seed] for seed in sorted(seeds)] for title, runs in found[key].items()
+                         if seeds and runs.keys() >= seeds}
+            if len(by_method) > 1:
+                groups.append((key, sorted(seeds), dict(sorted(by_method.items(), key=title_place))))
     return groups
 
 
@@ -346,20 +362,17 @@ def headline_table(folder="results"):
     Of the encoder with which all of them have been run; ImbaNID's also with others, where these have the same seeds.
     """
     rows, kmeans = [], ("semi-sup. k-means, pretrained features", "semi-sup. k-means, raw features", "k-means, raw features")
-    ours, more = {}, {}
-    for run in read_kept(folder):
-        if run["method"] == "imbanid" and not run["tag"] and run["gamma"] == 10:
-            ours.setdefault(run["encoder"], {})[run["dataset"], run["seed"]] = run
+    ours, more = own_runs(folder), {}
     for (dataset, gamma, encoder), seeds, by_method in compared(folder):
-        acc = {title: mean_of([runs[seed] for seed in seeds], "test") for title, runs in by_method.items()}
+        acc = {title: mean_of(runs, "test") for title, runs in by_method.items()}
         others = [METHODS[method] for method in PAPER_METHODS]
         if gamma == 10 and acc.keys() >= {"ImbaNID", *others, *kmeans}:
             best = max((title for title in acc if title.removesuffix(HELD).removesuffix(CUT) in others), key=acc.get)
-            rows.append([CORPORA[dataset][0], f"**{acc['ImbaNID']:.1f}**", f"{PAPER[dataset, gamma][2]:.1f}",
+            rows.append([CORPORA[dataset][0], f"**{acc['ImbaNID']:.1f}**", f"{PAPER[dataset, gamma][0]:.1f}",
                          f"{acc[best]:.1f} ({best})", *(f"{acc[title]:.1f}" for title in kmeans)])
-            for other in sorted(ours.keys() - {encoder}):
-                if all((dataset, seed) in ours[other] for seed in seeds):
-                    found = mean_of([ours[other][dataset, seed] for seed in seeds], "test")
+            for (*split, other), runs in sorted(ours.items()):
+                if split == [dataset, gamma] and other != encoder and runs.keys() >= set(seeds):
+                    found = mean_of([runs[seed] for seed in seeds], "test")
                     more.setdefault(other, {})[len(rows) - 1] = f"{found:.1f}"
     columns = ["corpus", "ImbaNID, here", "ImbaNID, paper (BERT-base)", "best of the six compared methods", *kmeans]
     for other, cells in more.items():
@@ -369,15 +382,15 @@ def headline_table(folder="results"):
     return markdown(columns, rows)
 
 
-def overview(folder, scores):
+def overview(folder, numbers):
     """A row of cells for each corpus and gamma, on the seeds that all methods have, and the methods' titles.
 
-    scores(runs): numbers of one method's runs, which its cell holds with the best of each in bold.
+    numbers(runs): those of one method's runs, which its cell holds with the best of each in bold.
     """
     groups, rows = compared(folder), []
     titles = list(dict.fromkeys(title for *_, by_method in groups for title in by_method if not title.endswith((HELD, CUT))))
     for (dataset, gamma, _), seeds, by_method in groups:
-        found = {title: scores([runs[seed] for seed in seeds]) for title, runs in by_method.items() if title in titles}
+        found = {title: numbers(runs) for title, runs in by_method.items() if title in titles}
         best = [np.max(column) for column in zip(*found.values())]  # unrounded; NaN, and so none, where a method has none
         rows.append([CORPORA[dataset][0], f"{gamma:g}", " ".join(map(str, seeds))])
         rows[-1] += [" / ".join("-" if np.isnan(x) else f"**{x:.1f}**" if x == top else f"{x:.1f}"
@@ -400,17 +413,15 @@ def groups_table(folder="results"):
 
 def leads_table(folder="results"):
     """baselines/README.md's table of what ImbaNID has above, or below, the best of the six and the best k-means row."""
-    rows, kinds = [], ("the six", "k-means")
+    rows, kinds = [], {"the six": PAPER_METHODS, "k-means": ("kmeans",)}
     for (dataset, gamma, _), seeds, by_method in compared(folder):
         cells = [CORPORA[dataset][0], f"{gamma:g}", " ".join(map(str, seeds))]
         for row, column in LEADS:
-            scores = {title: np.array([runs[seed][row][column] for seed in seeds], dtype=float)
-                      for title, runs in by_method.items()}
-            ours = scores.pop("ImbaNID", np.array(np.nan))
-            for kind in kinds:
-                others = {title.replace("k-means, ", "").removesuffix(" features"): x for title, x in scores.items()
-                          if by_method[title][seeds[0]]["method"] in ({"kmeans"} if kind == "k-means" else PAPER_METHODS)}
-                told = others and not np.isnan(ours).any() and (column != "tail" or gamma > 1)  # with gamma 1 there is none
+            ours = scores_of(by_method.get("ImbaNID", ()), row, column)
+            for methods in kinds.values():
+                others = {title.replace("k-means, ", "").removesuffix(" features"): scores_of(runs, row, column)
+                          for title, runs in by_method.items() if runs[0]["method"] in methods}
+                told = len(ours) and not np.isnan(ours).any() and (column != "tail" or gamma > 1)  # 1 has no tail
                 cells.append(lead(ours, others) if told else "-")
         rows.append(cells)
     columns = [f"{name}, {kind}" for name in LEADS.values() for kind in kinds]
@@ -418,7 +429,11 @@ def leads_table(folder="results"):
 
 
 def lead(ours, others):
-    """"+8.5 (GCD; p 0.04)": the mean of ours (S,) minus that of the best of others, {title: (S,)}, with a paired t-test."""
+    """"+8.5 (GCD; p 0.04)": the mean of ours (S,) minus that of the best of others, {title: (S,)}, with a paired t-test; "-"
+    where there are no others.
+    """
+    if not others:
+        return "-"
     best = max(others, key=lambda title: others[title].mean())
     p = paired_test(ours, others[best])
     return f"{(ours - others[best]).mean():+.1f} ({best}{p and '; ' + p})"
@@ -428,24 +443,20 @@ def ends_table(folder="results"):
     """baselines/README.md's table of what a method's end is worth: ACC under C of the same features with its own end, with
     the labelled rows held, and with the centres that ImbaNID's search finds, of which ImbaNID's lead is told.
     """
-    found = []
+    found, seeded = [], {}
     for key, seeds, by_method in compared(folder):
-        runs = {title: [by_seed[seed] for seed in seeds] for title, by_seed in by_method.items()
-                if not title.endswith((HELD, CUT))}
-        ours = runs.pop("ImbaNID", None)
-        runs = {title: of for title, of in runs.items() if all("test_seeded" in run for run in of)}
-        if ours and runs:
-            found.append((key, seeds, ours, runs))
-    methods, rows = {title: of[0]["method"] for *_, runs in found for title, of in runs.items()}, []
-    titles = sorted(methods, key=lambda title: (method_place(methods[title]), title))
+        runs = {title: of for title, of in by_method.items() if not title.endswith((HELD, CUT))
+                and not np.isnan(scores_of(of, "test_seeded")).any()}
+        if runs and "ImbaNID" in by_method:
+            found.append((key, seeds, scores_of(by_method["ImbaNID"], "test"), runs))
+            seeded |= runs
+    rows, titles = [], [title for title, _ in sorted(seeded.items(), key=title_place)]
     for (dataset, gamma, _), seeds, ours, runs in found:
-        acc = {title: {row: np.array([run[row]["ACC"] for run in of]) for row in ENDS if all(row in run for run in of)}
-               for title, of in runs.items()}
-        own = np.array([run["test"]["ACC"] for run in ours])
-        rows.append([CORPORA[dataset][0], f"{gamma:g}", " ".join(map(str, seeds)),
-                     *(" / ".join(f"{acc[title][row].mean():.1f}" if row in acc[title] else "-" for row in ENDS)
-                       if title in acc else "-" for title in titles), f"{own.mean():.1f}",
-                     lead(own, {title: acc[title]["test_seeded"] for title in runs if methods[title] != "kmeans"})])
+        means = {title: [scores_of(of, row).mean() for row in ENDS] for title, of in runs.items()}
+        cells = [" / ".join("-" if np.isnan(x) else f"{x:.1f}" for x in means.get(title, [np.nan])) for title in titles]
+        others = {title: scores_of(of, "test_seeded") for title, of in runs.items() if of[0]["method"] != "kmeans"}
+        rows.append([CORPORA[dataset][0], f"{gamma:g}", " ".join(map(str, seeds)), *cells, f"{ours.mean():.1f}",
+                     lead(ours, others)])
     return markdown(("corpus", "gamma", "seeds", *titles, "ImbaNID", "its lead over the best seeded"), rows)
 
 
@@ -453,10 +464,9 @@ def methods_table(folder="results"):
     """baselines/README.md's table of all there is to the compared methods. Empty where nothing can be compared."""
     rows = []
     for (dataset, gamma, _), seeds, by_method in compared(folder, more=True):
-        for title, by_seed in by_method.items():
+        for title, runs in by_method.items():
             if CUT in title:
                 continue  # other_settings_table has them
-            runs = [by_seed[seed] for seed in seeds]
             cells = dict(zip(METHOD_COLUMNS, method_cells(runs)), paper=paper_acc(runs[0]["method"], dataset, gamma))
             if title.endswith(HELD):
                 cells |= {"ACC (T)": "", "paper": ""}  # T is that of the row above
@@ -478,29 +488,21 @@ def other_settings_table(folder="results"):
 
     Runs with a tag, under the untagged ones of the same seeds, each with the flags that differ between them.
     """
-    def place(item):
-        dataset, gamma, _, method, _ = item[0]
-        return method_place(method), list(CORPORA).index(dataset), gamma
-
-    plain, tagged = {}, {}
-    for run in read_kept(folder):
-        key = run["dataset"], run["gamma"], run["encoder"], run["method"]
-        if run["method"] not in ("imbanid", "kmeans"):
-            if run["tag"]:
-                tagged.setdefault((*key, run["tag"]), {})[run["seed"]] = run
-            else:
-                plain[*key, run["seed"]] = run
+    runs = grouped((run for run in read_kept(folder) if run["method"] not in ("imbanid", "kmeans")),
+                   "method", "dataset", "gamma", "encoder", "tag")
     groups, rows = {}, []
-    for (*key, _), by_seed in sorted(tagged.items(), key=place):
-        seeds = tuple(sorted(seed for seed in by_seed if (*key, seed) in plain))
-        if seeds:
-            groups.setdefault((*key, seeds), []).append([by_seed[seed] for seed in seeds])
-    for (*key, seeds), others in groups.items():
-        sides = [[plain[*key, seed] for seed in seeds], *others]
+    for (*key, tag), by_seed in runs.items():
+        plain = runs.get((*key, ""), {})
+        seeds = tuple(sorted(plain.keys() & by_seed.keys()))
+        if tag and seeds:
+            sides = groups.setdefault((*key, seeds), [[plain[seed] for seed in seeds]])
+            sides.append([by_seed[seed] for seed in seeds])
+    for key in sorted(groups, key=lambda key: (method_place(key[0]), list(CORPORA).index(key[1]), key[2])):
+        (_, dataset, gamma, _, seeds), sides = key, groups[key]
         first = sides[0][0]["config"]
         configs = [first | runs[0]["config"] for runs in sides]  # an older file may lack a flag
         flags = [flag for flag in first if flag != "pretrain" and any(config[flag] != first[flag] for config in configs)]
-        rows += [[method_title(sides[0][0]), CORPORA[key[0]][0], f"{key[1]:g}", " ".join(map(str, seeds)),
+        rows += [[method_title(sides[0][0]), CORPORA[dataset][0], f"{gamma:g}", " ".join(map(str, seeds)),
                   " ".join(f"--{flag} {config[flag]}" for flag in flags), *method_cells(runs),
                   f"{mean_of(runs, 'test_held'):.2f}" if all("test_held" in run for run in runs) else "",
                   f"{mean_of(runs, 'ss_kmeans_raw'):.2f}"]
@@ -537,7 +539,7 @@ def paper_acc(method, dataset, gamma):
     if (dataset, gamma) not in PAPER or method not in ("imbanid", *PAPER_METHODS):
         return ""
     if method == "imbanid":
-        return f"{PAPER[dataset, gamma][2]:.2f}"
+        return f"{PAPER[dataset, gamma][0]:.2f}"
     return f"{PAPER_METHODS[method][PAPER_CORPORA.index(dataset)][PAPER_GAMMAS.index(gamma)]:.2f}"
 
 
@@ -573,10 +575,8 @@ def dev_table(folder="results"):
     for run in sorted(runs, key=lambda run: run["tag"] != "default"):
         split = run["dataset"], run["gamma"], run["seed"]
         if first := default.get((run["encoder"], *split)):
-            sides = [({f"pretrain.py --{flag}": value for flag, value in side["config"]["pretrain"].items()}
-                      | {f"--{flag}": value for flag, value in side["config"].items()}) for side in (run, first)]
-            flags = [f"{flag} {value}".removesuffix(" True") for flag, value in sides[0].items()
-                     if flag.split("--")[1] not in OF_A_RUN + ("weights",) and sides[1].get(flag, value) != value]
+            flags = [f"{flag if '--' in flag else f'--{flag}'} {value}".removesuffix(" True")
+                     for flag, value in changed(settings(first), settings(run))]
             found = by_setting.setdefault((run["encoder"], " ".join(flags) or "the defaults"), {})
             found[split] = run, first
     for (encoder, title), found in by_setting.items():

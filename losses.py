@@ -47,7 +47,7 @@ def select_clean(label, confidence, beta, rho=0.7, tau_g=0.9, use_dr=True, use_q
         return torch.ones(N, dtype=torch.bool, device=label.device)
     clean = torch.zeros(N, dtype=torch.bool, device=label.device)
     if use_dr:
-        exact = (N * min(rho, 1e100) * beta.double()).clamp_max(N + 1)  # 0 * inf is NaN
+        exact = (N * min(rho, 1e100) * beta.double()).clamp_max(N + 1)  # rho may be inf, and 0 * inf is NaN
         rounding = 1e-6 + (0 if beta.dtype == torch.float64 else 5e-7 * exact)  # float32 0.3 * 10 is 3, not 3.0000001
         quota = torch.ceil(exact - rounding)
         quota = quota.clamp_max(N).long().to(label.device)  # above 2**63 it would wrap; not every device has float64

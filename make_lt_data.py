@@ -99,7 +99,7 @@ DELIMITERS = ",;\t|"
 NO_TEXT = re.compile(r"""\{["']|\[["'{\[]|https?://\S+$""")  # JSON, or an address alone
 OPEN_NAME = re.compile(rf'(?:^|[{DELIMITERS}])\s*"(?:[^"]|"")*$')  # a header whose last name is in quotes that are open
 FEWEST_TEXTS = 10
-UNSEEN = "\u200b\ufeff "  # what has no width, around a name or a label
+UNSEEN = "\u200b\ufeff "  # zero-width marks and spaces, taken off both ends of a name or a label
 csv.field_size_limit(2**31 - 1)  # a support ticket may be longer than the csv module's 131,072 characters
 
 
@@ -214,13 +214,13 @@ def download(url, path, sha256):
         part.unlink(missing_ok=True)
 
 
-def clean(text):
+def plain_text(text):
     """text as any table can hold it: \\n for every end of a line, ? for what JSON may hold: NUL, half a surrogate pair."""
     return text.replace("\r\n", "\n").replace("\r", "\n").replace("\0", "?").encode("utf-8", "replace").decode()
 
 
 def as_cell(value):
-    """What a table says for a value of JSON."""
+    """A value of JSON as the text of a table's cell."""
     if value is None or value != value:
         return ""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -242,7 +242,7 @@ def read_rows(path):
     rows, reader = [], csv.reader(io.StringIO(text, newline=""), delimiter="\t", strict=True)
     try:
         for row in filter(None, reader):
-            rows.append([clean(cell) for cell in row])
+            rows.append([plain_text(cell) for cell in row])
             if len(row) != 2:
                 raise UserError(f"{path}, line {reader.line_num}: {len(row)} column(s), expected text <tab> label")
             if not (row[0].strip() and row[1].strip()):
@@ -285,8 +285,9 @@ def open_table(path):
     return open(path, encoding="utf-8-sig", newline="")
 
 
-def without_nul(lines, path):
-    for line in lines:
+def without_nul(first, file, path):
+    """Yield the line `first` and the rest of an open table; UserError at a NUL byte."""
+    for line in itertools.chain([first], file):
         if "\0" in line:
             raise UserError(f"{path} holds a NUL byte: it is not a text file (or not UTF-8)")
         yield line
@@ -306,14 +307,14 @@ def records(file, path):
         if kind in (".csv", ".tsv"):
             yield from delimited(file, path, first, above, said)
             return
-        lines = without_nul(itertools.chain([first], file), path)
+        lines = without_nul(first, file, path)
         if kind not in TABLES:
             yield from ({"text": line.rstrip("\r\n")} for line in lines if line)
             return
         whole = first.lstrip().startswith("[")
         for number, row in enumerate(json.loads("".join(lines)) if whole else filter(str.strip, lines), 1):  # noqa: B007
             row = row if whole else json.loads(row)
-            yield {clean(key): clean(as_cell(value)) for key, value in row.items()}
+            yield {plain_text(key): plain_text(as_cell(value)) for key, value in row.items()}
     except UnicodeDecodeError:
         raise UserError(f"{path}: not valid UTF-8; convert the file to UTF-8 first") from None
     except (ValueError, AttributeError, RecursionError) as err:
@@ -325,12 +326,12 @@ def records(file, path):
 def way_out(row, columns, delimiter, other):
     """What to do about a row with other cells than the header. other: whether another delimiter is in the header."""
     if len(row) > len(columns) and not row[-1].strip():
-        return "where every row ends in the delimiter, the header must too; otherwise a text that holds it must stand in quotes"
+        return "if every row ends in the delimiter, the header must too; if not, put texts that hold it in quotes"
     if len(row) > len(columns):
-        return "a text that holds the delimiter or a quote must stand in quotes"
+        return "put texts that hold the delimiter or a quote in quotes"
     if other:
-        return "if another character divides the names, put a line such as sep=; above them"
-    return f"put a name that holds {delimiter!r} in quotes, or a row with all cells first"
+        return "if the columns are divided by another character, put a line such as sep=; above the header"
+    return f"put column names that hold {delimiter!r} in quotes, or a row with all cells first"
 
 
 def delimited(file, path, first, above, said):
@@ -352,11 +353,10 @@ def delimited(file, path, first, above, said):
     bare = re.sub('"[^"]*"', "", first)  # a comma in a quoted name delimits nothing
     delimiter = said or ("\t" if Path(path).suffix.lower() == ".tsv" and "\t" in first else max(DELIMITERS, key=bare.count))
     # A header of one name has no delimiter: no text holds a unit separator, so commas in unquoted texts do no harm.
-    reader = csv.reader(without_nul(itertools.chain([first], file), path), strict=True,
-                        delimiter=delimiter if delimiter in bare else "\x1f",
+    reader = csv.reader(without_nul(first, file, path), strict=True, delimiter=delimiter if delimiter in bare else "\x1f",
                         skipinitialspace=f"{delimiter} " in bare)  # which would hide a quote behind it
     try:
-        columns = [clean(name).strip().strip(UNSEEN) for name in next(reader, [])]
+        columns = [plain_text(name).strip().strip(UNSEEN) for name in next(reader, [])]
         columns = [name or f"column {n}" for n, name in enumerate(columns, 1)]  # a spreadsheet saves empty columns too
         twice = next((name for name in columns if columns.count(name) > 1), None)
         if twice is not None:
@@ -380,7 +380,7 @@ def delimited(file, path, first, above, said):
                 alone.append(row[0])
             if len(row) < len(columns):  # a spreadsheet leaves out the delimiters of empty last cells
                 short.append(line)
-            yield dict(itertools.zip_longest(columns, map(clean, row), fillvalue=""))
+            yield dict(itertools.zip_longest(columns, map(plain_text, row), fillvalue=""))
     except csv.Error as err:
         reason = str(err).replace("'\x1f'", "the end of the line")
         raise UserError(f"{path}, the row that begins in line {above + begin}: broken quoting ({reason}); a quote within a "
@@ -388,19 +388,19 @@ def delimited(file, path, first, above, said):
     for mark in DELIMITERS if len(alone) >= FEWEST_TEXTS else "":
         if mark in alone[0] and len({cell.count(mark) for cell in alone}) == 1:
             print(f"{path}: the header has one name, {columns[0]!r}, but its first rows have {alone[0].count(mark)} {mark!r} "
-                  "each: if they divide cells, put the names of all columns in the first line", file=sys.stderr)
+                  "each: if these divide cells, put the names of all columns in the first line", file=sys.stderr)
     if between:
         print(f"{path}: {between} empty line(s) left out, which the numbers of rows do not count", file=sys.stderr)
     if long:
         print(f"{path}: {len(long)} row(s) of many lines, the first around line {long[0]}: if they are several rows, a quote "
-              "there has no other", file=sys.stderr)
+              "there is not closed", file=sys.stderr)
     if short:
         print(f"{path}: {len(short)} row(s) with fewer cells than the header has (first in line {short[0]}): their last cells "
               "count as empty", file=sys.stderr)
 
 
 def digest(lines):
-    """What a table's lines, dicts, say, whatever a spreadsheet makes of their quotes, spaces, order, and of 55.10, 55,1."""
+    """sha256 of a table's lines, dicts, the same whatever a spreadsheet does to quotes, spaces, order, or numbers (55,1)."""
     def plain(key, value):
         number = key in ("share", "confidence") and re.fullmatch(r"(\d+)(?:[.,](\d+))?", value)
         return str(float(f"{number[1]}.{number[2] or 0}")) if number else value
@@ -556,7 +556,7 @@ def make_own_task(texts, labels, seed, dev_ratio):
              (len(few), f"label(s) with fewer than 3 labelled texts ({', '.join(few[:5])}{', ...' if few[5:] else ''}): none "
               "of these is kept for dev"),
              (sum(c in like_none for c in chosen), f"text(s) with the label {' or '.join(like_none)}, a class like any other "
-              "here: leave the cell empty where it means that there is none"),
+              "here: if it means that there is no label, leave the cell empty"),
              (sum(c.startswith('["') for c in chosen), "text(s) with several labels: each list of them is a class of its own"),
              (len(same), f"label(s) written in several ways ({', '.join(name for name, _ in same[:5])}): each way is a class"),
              (len(chosen) * all(chosen), "texts and a label for each, which they keep, so that nothing new can be found: leave "
@@ -640,7 +640,7 @@ def parse_args(Args, argv=None):
 
 
 def first_process():
-    """Whether this process is its node's one that speaks: under torchrun all meet the same mistakes and finished runs."""
+    """Whether this process prints for its node: under torchrun all of them meet the same errors and finished runs."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
@@ -755,17 +755,17 @@ def is_running(pid):
 
 
 def part_of(path):
-    """What a file or folder is called until it is whole: a name of this process's own, for two may be writing the same one,
-    on two machines that share a disk as well.
+    """The name of a file or folder until it is whole: this process's own, since two may be writing the same one, even on two
+    machines that share a disk.
 
-    Removes what killed processes of this machine left of it.
+    Removes what killed processes of this machine left under such names.
     """
-    own = f"{platform.node().replace('.', '-')}.{os.getpid()}"
-    for left in path.parent.glob(f"{glob.escape(path.name)}.*.*.part"):
-        node, pid = left.name.split(".")[-3:-1]
-        if node == own.rpartition(".")[0] and pid.isdigit() and (int(pid) == os.getpid() or not is_running(int(pid))):
+    own = f"{path.name}.{platform.node().replace('.', '-')}."
+    for left in path.parent.glob(f"{glob.escape(own)}*.part"):
+        pid = left.name.removeprefix(own).removesuffix(".part")
+        if pid.isdigit() and (int(pid) == os.getpid() or not is_running(int(pid))):
             shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
-    return path.with_name(f"{path.name}.{own}.part")
+    return path.with_name(f"{own}{os.getpid()}.part")
 
 
 def write_atomic(path, content):
@@ -887,7 +887,7 @@ def main(args):
     unread = ("labeled_ratio", "mirror") if own else ("text_column", "label_column", "dev_ratio")
     for flag in unread:  # --gamma, --known_ratio and --raw_dir are let pass, since run_all.sh gives them for a table too
         if getattr(args, flag) != getattr(Args, flag) and (not own or Path(args.dataset).is_file()):
-            raise UserError(f"--{flag} says nothing about --dataset {args.dataset}: leave it out")
+            raise UserError(f"--{flag} has no effect with --dataset {args.dataset}: leave it out")
     if own:
         own_data(args)
         return

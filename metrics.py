@@ -68,7 +68,7 @@ def cluster_metrics(truth, cluster, num_known, class_counts):
     whose matched cluster is right, under one matching over all classes; known to tail are that share within a group of
     classes (NaN for a group without rows), per_class_mean the mean over classes. Matchings with the same ACC, which a poor
     clustering can have many of, share it out differently: of these six, each is the middle between the lowest and the
-    highest that such a matching gives, so that none hangs on how the clusters are numbered. Raises ValueError where
+    highest that such a matching gives, so that none depends on how the clusters are numbered. Raises ValueError where
     class_counts is too short, num_known out of its range, or truth and cluster are not what agreement takes.
     """
     table, K = agreement(truth, cluster), len(class_counts)

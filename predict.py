@@ -8,8 +8,8 @@ Writes  out/<run>/clusters.csv     a line a cluster: known label or proposed nam
         out/<run>/{clusters,assignments}.sha256  what they said as written, by which edits of them are seen
         or, with new texts, a table of them with their clusters: nothing in out/<run>/ changes then
 
-A clusters.csv that is there is kept, and its names are taken, which may have been edited; with --name_command it is written
-anew, all but the names of known labels, if that gives a name. assignments.csv follows the transport, which weighs all rows at
+A clusters.csv that is there is kept, and its names, which you may have edited, are used; with --name_command the new clusters
+are named again and it is rewritten, if that gives any name. assignments.csv follows the transport, which weighs all rows at
 once, and the labels; new texts follow the cluster head alone, and so may differ.
 
     python predict.py out/my_utterances_s0
@@ -138,7 +138,7 @@ def propose_names(words, known):
 
     taken, names = {key(name) for name in known}, []
     for own in words:
-        parts = own[:1] if " " in "".join(own[:1]) else own[:2]
+        parts = own[:1] if own and " " in own[0] else own[:2]  # a pair of words is a name already
         rest = own[len(parts):]
         while parts and key(" ".join(parts)) in taken and rest:
             parts.append(rest.pop(0))
@@ -291,7 +291,7 @@ def describe(args):
 class Labeller:
     """The encoder and cluster head of a run: texts in, the three best names and their probabilities out.
 
-    names: {id: name} of the clusters that count; those of one name are one, and have the sum of their probabilities.
+    names: {id: name} of the clusters that count; clusters with the same name are one, with the sum of their probabilities.
     """
 
     def __init__(self, state, names, device, dtype):

@@ -114,7 +114,7 @@ def load_checkpoint(path):
 def commit():
     """The commit of this checkout, with + behind it when files differ; empty outside git.
 
-    To be asked as a run begins: when it ends, the checkout may be another one.
+    Ask for it when a run begins: by its end the checkout may have changed.
     """
     ask = ["git", "describe", "--always", "--dirty=+", "--abbrev=12"]
     try:
@@ -126,7 +126,7 @@ def commit():
 
 @contextmanager
 def signals_held():
-    """Ctrl-C and SIGTERM wait until the block is done. Yields the list of those that came, empty as long as none has."""
+    """Hold Ctrl-C and SIGTERM back until the block is done. Yields the list of those that have come so far."""
     came = []
     before = {which: signal.signal(which, lambda number, _: came.append(number)) for which in (signal.SIGINT, signal.SIGTERM)
               if signal.getsignal(which) is not signal.SIG_IGN}  # as nohup and a script's & leave SIGINT
@@ -134,11 +134,11 @@ def signals_held():
         yield came
     except RuntimeError:
         if signal.SIGINT not in came:
-            raise  # else it is of a process that Ctrl-C has ended sooner
+            raise  # else it only says that Ctrl-C has ended another process first
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    for number in came[:1]:  # not after an error, which is what there is to say then
+    for number in came[:1]:  # not reached after an error, which the user must see instead
         signal.raise_signal(number)
 
 
@@ -157,14 +157,14 @@ def open_pretrained(path, data):
     """The checkpoint that pretrain.py left at path, made from what the folder data holds now. Raises UserError."""
     pre = load_checkpoint(path)
     if pre is None:
-        raise UserError(f"{path} is missing: run pretrain.py first, with the same --dataset and what else names the task")
+        raise UserError(f"{path} is missing: run pretrain.py first, with the same --dataset, --gamma, --seed and ratios")
     if pre["config"]["data"] != data_fingerprint(data):
         raise UserError(f"{path} was trained on other data than {data} holds now: run pretrain.py --restart")
     return pre
 
 
 def settings(args, dtype):
-    """The flags by which a later call knows a finished run again, --dtype resolved: all but those on where it runs.
+    """The flags by which a later call recognises a finished run, --dtype resolved, without those that say where it runs.
 
     --min_steps is left out too: the number of epochs that it led to is in --epochs (train_imbanid.wanted_epochs).
     """
@@ -185,8 +185,8 @@ def same_config(found, config, path, args):
         found, config, of = found[key], config[key], f"{key}'s "
         key = next(k for k in {**found, **config} if found.get(k) != config.get(k))
     raise UserError(f"{path} was made with other settings ({of}{key} {found.get(key)!r}, now {config.get(key)!r}): pass "
-                    "--restart to replace it, or to keep both another --tag (of pretrain.py another --out_dir, the scripts "
-                    "run one by one)")
+                    "--restart to replace it, or another --tag to keep both (pretrain.py has none: run the scripts one by "
+                    "one with another --out_dir)")
 
 
 def open_checkpoint(path, config, args):
@@ -204,8 +204,8 @@ def in_other_type(found, config):
 def seed_epoch(seed, epoch, rank=0, step=0):
     """Seed dropout for what follows step `step` of an epoch and return the generator of the epoch's batches.
 
-    Thus a run that goes on from a checkpoint draws what an unbroken run draws: at multiples of SAVE_STEPS on any number of
-    processes, and where a signal came at another step on one process, whose generator the checkpoint holds (dropout_state).
+    Thus a resumed run draws what an uninterrupted one draws: from a checkpoint at a multiple of SAVE_STEPS on any number of
+    processes; from one that a signal caused at another step on one process, whose generator it holds (dropout_state).
     """
     torch.manual_seed(1_000_003 * (seed + 1) + 1009 * epoch + rank + 15_485_863 * step)
     return torch.Generator().manual_seed(1_000_003 * (seed + 1) + 1009 * epoch)
@@ -277,10 +277,10 @@ def start_processes(device, config):
 
 
 def agreed_prefix(store, rank, world):
-    """A name that the processes of this start share, and nobody before them: it comes from process 0, to whoever asks.
+    """A name that the processes of this start share with none before them: process 0 makes it and gives it to whoever asks.
 
-    torchrun --max_restarts keeps its store, in which the new processes could read the addresses of the dead ones; and its
-    number of restarts is each node's own.
+    torchrun --max_restarts keeps its store, in which the new processes could read the addresses of the dead ones. Its count
+    of restarts cannot be the name, since each node counts its own.
     """
     name, late = uuid.uuid4().hex, time.monotonic() + LIMIT.total_seconds()
     if rank > 0:
@@ -346,7 +346,7 @@ def held(folder):
         try:
             fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system lets go when the process ends, however it ends
         except OSError as err:
-            free = err.errno not in (errno.EAGAIN, errno.EACCES)  # others are of disks that know no locks
+            free = err.errno not in (errno.EAGAIN, errno.EACCES)  # other errors come from disks without locks
         yield free
     finally:
         if free:
@@ -411,7 +411,7 @@ def joint_step(loss, optimizer, where, rows, came=()):
 
 
 def check_weights(optimizer, where):
-    """UserError where the last step has driven weights so far that they say nothing: nobody wants to go on from there."""
+    """UserError where training has diverged (a weight of 1e4 or more), so that no checkpoint is written from there."""
     parameters = [p.detach() for group in optimizer.param_groups for p in group["params"] if p.numel()]
     largest = float(torch.stack([p.abs().max() for p in parameters]).max())  # Python's own max may pass over a nan
     if not largest < 1e4:
@@ -439,24 +439,24 @@ def batch_loss(encoder, classifier, hidden, masked, target, label, rows, drawn, 
 
 
 def next_epoch(found, device, rank):
-    """(batches done already, the sums of their losses, dropout's generator) of the next epoch, for run_batches.
+    """(batches done already, sums (2,) of their losses, dropout's generator) of the next epoch, which run_batches goes on with.
 
-    found: the checkpoint from within it, None where it is to begin.
+    found: the checkpoint from within it, None where it is to begin. The sums are process 0's, zeros on the others.
     """
     if not found:
         return 0, torch.zeros(2, device=device), None
     return found["step"], found["sums"].to(device) * (rank == 0), found.get("rng") if rank == 0 else None
 
 
-def run_batches(batches, loss_of, optimizer, args, epoch, came, step, sums, rng, rank, schedule=None):
-    """An optimizer step for each batch of an epoch but the first `step`, which are done; call seed_epoch before.
+def run_batches(batches, loss_of, optimizer, args, epoch, came, begun, rank, schedule=None):
+    """An optimizer step for each batch of an epoch that is not done yet; call seed_epoch before.
 
     loss_of(*batch): this process's share of the loss, two parts of it (2,), and training rows for joint_step's message.
-    sums (2,): those parts, summed over the first `step` batches on process 0, zeros on the others. rng: what dropout's
-    generator goes on from. schedule: stepped behind the optimizer. Yields (step, those sums over all processes) for a
-    checkpoint: after every SAVE_STEPS batches, after the last and, once a signal has come (joint_step), after that batch;
+    begun: next_epoch's. schedule: stepped after the optimizer. Yields (step, the parts summed over batches and processes) for
+    a checkpoint: after every SAVE_STEPS batches, after the last and, once a signal has come (joint_step), after that batch;
     then, but for the last, KeyboardInterrupt ends the run.
     """
+    step, sums, rng = begun
     dropout_state(sums.device, rng)
     for batch in batches[step:]:
         step += 1
@@ -474,13 +474,13 @@ def run_batches(batches, loss_of, optimizer, args, epoch, came, step, sums, rng,
             raise KeyboardInterrupt
 
 
-def train_epoch(encoder, classifier, optimizer, hidden, masked, target, label, args, epoch, came, step, sums, rng, rank, world):
+def train_epoch(encoder, classifier, optimizer, hidden, masked, target, label, args, epoch, came, begun, rank, world):
     """One pass over all rows in random order, a labelled batch beside every batch, as run_batches has it; sums of CE and MLM.
 
     Every process draws the same batches, of which batch_loss takes its rows. Without a labelled row there is no
     cross-entropy.
     """
-    generator = seed_epoch(args.seed, epoch, rank, step)
+    generator = seed_epoch(args.seed, epoch, rank, begun[0])
     encoder.train()
     labelled = torch.where(label >= 0)[0]
     batches = torch.randperm(len(label), generator=generator).to(encoder.device).split(args.batch_size)
@@ -491,7 +491,7 @@ def train_epoch(encoder, classifier, optimizer, hidden, masked, target, label, a
         ce, mlm = batch_loss(encoder, classifier, hidden, masked, target, label, rows, drawn, args, rank, world)
         return ce + mlm, torch.stack([ce, mlm]), torch.cat([rows, drawn])
 
-    return run_batches(list(zip(batches, beside)), loss_of, optimizer, args, epoch, came, step, sums, rng, rank)
+    return run_batches(list(zip(batches, beside)), loss_of, optimizer, args, epoch, came, begun, rank)
 
 
 def dev_result(z, classifier, label, temperature):
@@ -518,7 +518,7 @@ def main(args):
     found = open_checkpoint(done, config, args)
     if found:
         if first_process():
-            # Left by a kill between the two; one of other settings is a killed --restart's.
+            # A kill after pretrain.pt was written leaves it behind; with other settings it is of a killed --restart.
             if open_checkpoint(part, config, replace(args, restart=True)):
                 part.unlink(missing_ok=True)  # another node's first process may have been here
             kept = f" (dev accuracy {found['dev_accuracy']:.2f})" if len(labels["dev"]) else ""
@@ -571,7 +571,7 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
 
     steps = math.ceil(N / args.batch_size)
     epochs = min(args.epochs, math.ceil(args.max_steps / steps))
-    tells = len(dev_label) and meta["num_known"] > 1  # with one known class every dev loss is 0
+    dev_decides = len(dev_label) and meta["num_known"] > 1  # with one known class every dev loss is 0
     epoch, log, best = 0, [], {"epoch": 0}
     found = find_checkpoint(part, config, args, rank, world, device)
     begun = next_epoch(found, device, rank)
@@ -601,7 +601,7 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
             epoch += 1
             with signals_held() as came:  # until what was done is saved
                 for step, sums in train_epoch(encoder, classifier, optimizer, hidden["train"], masked, target, label, args,
-                                              epoch, came, *begun, rank, world):
+                                              epoch, came, begun, rank, world):
                     bar.update(steps * (epoch - 1) + step - bar.n)
                     if step < steps:
                         save(epoch - 1, step, sums)
@@ -611,7 +611,7 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
                 judged = dev_result(z, classifier, dev_label, args.temperature) if rank == 0 else (0.0, 0.0)  # one for all
                 loss, accuracy = sum_over_ranks(torch.tensor(judged, dtype=torch.float64, device=device)).tolist()
                 log.append({"epoch": epoch, "ce": ce, "mlm": mlm, "dev_loss": loss, "dev_accuracy": accuracy})
-                better = best["epoch"] == 0 or not tells or (
+                better = best["epoch"] == 0 or not dev_decides or (
                     loss < best["dev_loss"] if args.select == "loss" else accuracy > best["dev_accuracy"])
                 if better:
                     best = {**state(), **log[-1]}
@@ -626,7 +626,7 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
     save_checkpoint(done, **best, config=config, log=log, seconds=seconds, commit=code, processes=world)
     part.unlink(missing_ok=True)
     kept = (f"kept epoch {best['epoch']} with dev loss {best['dev_loss']:.4f} and accuracy {best['dev_accuracy']:.2f}"
-            if tells else "no dev rows of two classes to choose by")
+            if dev_decides else "kept the last one, without dev rows of two classes to choose by")
     print(f"pre-training: {epoch} epochs in {seconds:.0f} s, {kept}; written to {done}")
 
 

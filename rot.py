@@ -55,13 +55,13 @@ def relaxed_ot(log_p, lambda1=0.05, lambda2=2.0, *, row=None, prior=None, penalt
     Sinkhorn sweeps (10,000). init: (K,) potential of an earlier solution. chunk_rows: rows a pass handles at once.
     reduce: sums a tensor over processes that each hold some of the rows (none is allowed); all get the same beta.
 
-    Returns RotResult. Raises ValueError, naming the argument, for one out of range or scores that leave a row nothing, or a
-    column (under kl it stays empty); warns if it did not converge, as where fixed shares cannot be met, or now and then
-    reverse_kl with lambda1 1e5 times smaller than the scores, or a prior that spans six decades and lambda2 not far above
-    lambda1 (a larger max_iter helps, or a start from the solution at a larger lambda2); solver "sinkhorn" does so with a prior
-    of five decades already.
+    Returns RotResult. Raises ValueError, naming the argument, for one out of range, or if a row or a column of log_p has no
+    finite score (under kl such a column stays empty). Warns if it did not converge: where fixed shares cannot be met; now and
+    then under reverse_kl if lambda1 is 1e5 times smaller than the scores, or if the prior spans six decades (with solver
+    "sinkhorn" five) and lambda2 is not far above lambda1. A larger max_iter helps then, or a start from the solution at a
+    larger lambda2.
     """
-    lambda2 = 1.0 if penalty == "equality" else lambda2  # which has no use for it
+    lambda2 = 1.0 if penalty == "equality" else lambda2  # equality does not use it: any value may be passed
     log_p, alpha, prior, g = _check(log_p, lambda1, lambda2, row, prior, penalty, solver, init)
     reduce = reduce or (lambda x: x)
     limits = {"tol": (tol, 0), "max_iter": (max_iter, 0), "sweeps": (sweeps, 1), "chunk_rows": (chunk_rows, 1)}
@@ -225,7 +225,7 @@ class _SemiDual:
         return ((g - self.kept[1]) / self.lambda1).exp(), self.kept[2]
 
     def beta(self, g):
-        """beta (K,) that minimises lambda2 D(beta) + <g, beta> over the simplex, and that minimum: dD's fixed point."""
+        """beta (K,) that minimises lambda2 D(beta) + <g, beta> over the simplex, and that minimum."""
         if self.penalty == "equality":
             return self.prior, g @ self.prior
         if self.penalty == "kl":
@@ -273,7 +273,7 @@ class _SemiDual:
             shared += torch.mm(scaled.T, scaled, out=product)  # autocast would make half precision of it without out
         # diag(q) - Q^T S is the Laplacian of the weights off the diagonal of Q^T S, since the rows of S sum to 1. Written
         # so, nothing cancels where rows are nearly one-hot, and float32 products give each entry to seven digits. They are
-        # not symmetric to the last one, and unless that is mended it is not positive along columns that no row comes near.
+        # not symmetric to the last digit: without this mean the matrix is not positive along columns that no row comes near.
         found = self.reduce((shared + shared.T) / 2).fill_diagonal_(0).neg_()
         found.diagonal().sub_(found.sum(1))
         found /= self.lambda1
@@ -314,7 +314,7 @@ def _newton(problem, g, tol, max_iter, rungs):
             g = _sweep(problem, g, q, beta)
             value, q, beta = problem.value_and_sums(g)
         close = tol if rung == 0 else 0.03 / 4 ** (rungs - rung)
-        most = max_iter - n_iter if rung == 0 else min(100, max_iter - n_iter)  # a rung on which it is stuck is but a start
+        most = max_iter - n_iter if rung == 0 else min(100, max_iter - n_iter)  # a rung is only a start
         g, steps, residual = _newton_at(problem, g, value, q, beta, close, most)
         n_iter += steps
     problem.lambda1 = target

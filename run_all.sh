@@ -54,7 +54,7 @@ if [ "$nproc" != 1 ]; then
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 1 ? threads : 1))}  # torchrun's own default is 1, and it says so at length
 fi
 
-# The flags that another stage has alone are picked out, three are for both trainings, the others are train_imbanid.py's.
+# Flags that only another stage has go there, three go to both trainings, all others to train_imbanid.py.
 help= tag= method=imbanid make=() name=() pre=() both=() train=()
 while [ $# -gt 0 ]; do
     value=("${@:2:1}")
@@ -105,7 +105,7 @@ if [ "$method" != imbanid ]; then
 fi
 pre+=(${both[@]+"${both[@]}"}) train=(${both[@]+"${both[@]}"} ${train[@]+"${train[@]}"})
 
-# A wrong flag is said now, and not after the pre-training; a number of classes that does not fit the data, once they are there.
+# Refuses a wrong flag now instead of after the pre-training, and a number of classes that does not fit once the data are there.
 check='
 import importlib, sys
 from make_lt_data import open_run, parse_args, run_script

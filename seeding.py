@@ -204,8 +204,8 @@ def seed_centres(x, label, K, num_known, kappa, label_weight, swaps, sample_rate
 
 
 def appendix_e(z, num_known, max_classes, min_cluster, seed):
-    """The paper's Appendix E: k-means with K' clusters on the features z (N, H); the clusters with at least t rows count,
-    and be it fewer, num_known.
+    """The paper's Appendix E: how many clusters of a k-means with K' clusters on the features z (N, H) have at least t rows; no
+    fewer than num_known.
 
     max_classes: K', 0 for three times num_known. min_cluster: t, 0 for the mean size N / K', as in the code of DeepAligned
     (Zhang et al. 2021), which the paper follows here.
@@ -247,13 +247,13 @@ def splits_and_merges(z, label, dev_z, dev_label, K, args_of_seeding, seed):
     return torch.cat(recall).mean().item(), torch.cat(precision).mean().item()
 
 
-def evidence(z, centre, kappa=20.0):
+def evidence(z, centre):
     """How likely a von Mises-Fisher mixture with these unit centres (K, H) makes the unit rows z (N, H), less what they cost.
 
     Its shares are fitted. A centre of n rows costs d/2 log(1 + kappa v/d n) of log-likelihood (Laplace's approximation), with v
     the variance of the rows and d the number of directions that they vary in, the participation ratio of their covariance.
     """
-    covariance = torch.cov(z.T)
+    kappa, covariance = 20.0, torch.cov(z.T)
     variance = covariance.trace()
     directions = variance ** 2 / covariance.square().sum()  # of its eigenvalues: the square of their sum over that of squares
     n = z.new_full((len(centre),), len(z) / len(centre))
@@ -266,10 +266,10 @@ def evidence(z, centre, kappa=20.0):
 def num_classes_without_labels(z, num_known, args_of_seeding, seed):
     """The number of classes where hardly any is known: the geometric mean of the two that two measures choose on a grid.
 
-    The silhouette, the mean of the mean over rows, which the large clusters decide, and of that over clusters, which the many
-    small ones do, knows no scale and may find groups of classes or parts of them; the evidence has one, that of its kappa, and
-    with few rows it sees few classes. What one has too many the other often has too few. Nothing is made of the labels: a
-    class held to its one labelled row, which counts for several, makes the best K anything.
+    One is the silhouette, the mean of its mean over rows, which large clusters decide, and over clusters, which the many small
+    ones decide. It knows no scale, and may find groups of classes or parts of them. The other is the evidence, whose scale is
+    its kappa; with few rows it sees few classes. Where one finds too many the other often finds too few. The labels are not
+    used: a class held to its one labelled row, which counts for several, would make any K look best.
     """
     label = torch.full((len(z),), -1, device=z.device)
     looked_at = torch.randperm(len(z), generator=torch.Generator().manual_seed(seed))[:3000].to(z.device)

@@ -105,7 +105,7 @@ class Args:
     replace_rate: float = 0.25  # tokens replaced in the augmented view (CLNN's)
     view_epochs: int = 2  # epochs that share one augmented view of the corpus, since the trunk has to run for each
     epochs: int = 6  # at least, see --min_steps; the paper does not say; 0: the seeded head as it is
-    min_steps: int = 60  # more epochs where --epochs has fewer batches than these: a small corpus needs them; 0: no more
+    min_steps: int = 60  # batches at least: a small corpus needs more epochs than --epochs to have them; 0: no minimum
     max_steps: int = 400  # no new epoch after so many batches: a large corpus needs fewer epochs
     lr: float = 5e-5  # AdamW, trained layers
     head_lr: float = 5e-4  # AdamW, cluster head
@@ -113,15 +113,15 @@ class Args:
     kappa: float = 30.0  # concentration of the mixture that seeds the head's novel rows; not in the paper
     label_weight: float = 0.0  # rows a labelled row counts for in that mixture; 0: 1 / labeled_ratio (own table: at most 10)
     swaps: int = 300  # relocations of a novel centre that the seeding tries
-    no_class_sizes: bool = False  # seeding and --num_classes auto take no sizes from how many rows of a class are labelled
+    no_class_sizes: bool = False  # do not infer class sizes from the labelled rows (in the seeding and --num_classes auto)
     no_cache: bool = False  # run the frozen trunk for every batch anew: slow, to compare with
     cache_gb: float = 8.0  # on a CPU, hidden states of more GB than this, per copy of the corpus, are mapped from out/<run>/
     device: str = "auto"  # cpu, cuda, or auto: cuda where there is one
-    dtype: str = "auto"  # float32, bfloat16, or auto: bfloat16 where that is native, as in the seeding whatever this says
+    dtype: str = "auto"  # float32, bfloat16, or auto: bfloat16 where that is native; the seeding always goes by auto
     restart: bool = False  # replace an earlier run that had other settings
 
 
-# ---- torchrun: what of it this script has alone; the rest is in pretrain.py ----
+# ---- torchrun: what only this script needs; the rest is in pretrain.py ----
 
 class _Gather(torch.autograd.Function):
     """Rows of all processes, this one's first. The gradient of a row is summed over the processes that used it."""
@@ -154,7 +154,7 @@ def gather(x):
 # ---- the loop ----
 
 def kmeans_result(z, centre, N, rank):
-    """Sec. 4.8's other way to pseudo-labels: k-means on the unit features of all rows, z (n, H) on this process.
+    """Pseudo-labels by k-means instead (what Sec. 4.8 compares with), on unit features of all rows; z (n, H): this process's.
 
     It starts from centre (K, H), the head's rows, so that cluster k stays class k. Returns a RotResult whose plan has one
     cluster a row.
@@ -162,7 +162,7 @@ def kmeans_result(z, centre, N, rank):
     everyone, steps, K = gather_rows(z, N), torch.zeros(1, device=z.device), len(centre)
     found = torch.zeros_like(centre)
     if rank == 0:
-        fitted = fitted_kmeans(everyone, K, seed=0, init=centre)  # draws nothing
+        fitted = fitted_kmeans(everyone, K, seed=0, init=centre)  # nothing to draw: the start is given
         found += torch.from_numpy(fitted.cluster_centers_).to(z)
         steps += fitted.n_iter_
     plan = one_hot(nearest(z, sum_over_ranks(found)), K).double() / N
@@ -200,13 +200,13 @@ def batch_loss(encoder, head, hidden, view, rows, pseudo_label, confidence, clea
 
 
 def train_epoch(encoder, head, optimizer, schedule, hidden, view, pseudo_label, confidence, clean, steps, args, epoch, came,
-                step, sums, rng, rank, world):
+                begun, rank, world):
     """`steps` batches of all rows, as pretrain.py's run_batches has it; sums of the contrastive loss and CE.
 
     Every process draws the same batches and takes its rows of them, hidden and view: Packed. pseudo_label, confidence, clean
     (N,): of all rows.
     """
-    generator = seed_epoch(args.seed, epoch, rank, step)
+    generator = seed_epoch(args.seed, epoch, rank, begun[0])
     encoder.train()
     batches = torch.randperm(len(pseudo_label), generator=generator).tensor_split(steps)
     assigned = [x[rank::world] for x in (pseudo_label, confidence, clean)]
@@ -216,7 +216,7 @@ def train_epoch(encoder, head, optimizer, schedule, hidden, view, pseudo_label, 
         loss, contrastive, ce = batch_loss(encoder, head, hidden, view, own, *assigned, args)
         return loss, torch.stack([contrastive, ce]), rows
 
-    return run_batches([(rows,) for rows in batches], loss_of, optimizer, args, epoch, came, step, sums, rng, rank, schedule)
+    return run_batches([(rows,) for rows in batches], loss_of, optimizer, args, epoch, came, begun, rank, schedule)
 
 
 def versions():
@@ -291,7 +291,7 @@ def wanted_classes(args, meta):
     wanted, least = args.num_classes or ("true" if meta["num_classes"] else "auto"), max(1, meta["num_known"])
     most = meta["num_known"] + meta["num_unlabelled"]
     if "own" not in meta:
-        most = min(most, meta["num_test"])  # k-means is fitted on either
+        most = min(most, meta["num_test"])  # k-means with K clusters is fitted on train and on test
     if wanted == "true" and meta["num_classes"]:
         wanted = str(meta["num_classes"])
     if "own" in meta and meta["num_unlabelled"] == meta["num_dev"]:  # every text has a label, those of dev too, and keeps it
@@ -317,15 +317,19 @@ def resolve_num_classes(args, z, label, meta, rank):
         return wanted
     K = torch.zeros(1, dtype=torch.int64, device=z["train"].device)
     if rank == 0:
-        K += (appendix_e(z["train"], meta["num_known"], args.max_classes, args.min_cluster, args.seed)
-              if wanted == "appendix_e" else
-              estimate_num_classes(z["train"], label["train"], z["dev"], label["dev"], seeding_settings(args, meta), args.seed))
+        if wanted == "appendix_e":
+            K += appendix_e(z["train"], meta["num_known"], args.max_classes, args.min_cluster, args.seed)
+        else:
+            K += estimate_num_classes(z["train"], label["train"], z["dev"], label["dev"], seeding_settings(args, meta),
+                                      args.seed)
         K.clamp_(max=most)
-        print(f"estimated number of classes: {int(K)}" + (
-            f" (the benchmark has {meta['num_classes']})" if meta["num_classes"] else
-            ", no more than are known: --num_classes N looks for more" if int(K) == meta["num_known"] else
-            "; --num_classes sets it" if meta["num_known"] >= 20 else
-            ", a guess with so few known classes: --num_classes sets it"))
+        if meta["num_classes"]:
+            note = f" (the benchmark has {meta['num_classes']})"
+        elif int(K) == meta["num_known"]:
+            note = ", no more than are known: --num_classes N looks for more"
+        else:
+            note = f"{', a guess with so few known classes:' if meta['num_known'] < 20 else ';'} --num_classes sets it"
+        print(f"estimated number of classes: {int(K)}{note}")
     return int(sum_over_ranks(K))
 
 
@@ -360,7 +364,7 @@ def score(clusters, pseudo_label, labels, data, num_known):
 
 
 def wanted_epochs(args, N):
-    """--epochs, or as many more of N rows as make --min_steps batches. It is the number that a run is known again by."""
+    """--epochs, or as many as N rows need for --min_steps batches. This number is what a later call compares (settings)."""
     wanted = min(args.min_steps, args.max_steps)
     return max(args.epochs, math.ceil(wanted / math.ceil(N / args.batch_size))) if args.epochs else 0
 
@@ -379,7 +383,7 @@ def check_flags(args):
     for flag, other, wanted in (("max_classes", "num_classes", "appendix_e"), ("min_cluster", "num_classes", "appendix_e"),
                                 ("mu", "pseudo_label", "mot")):
         if getattr(args, flag) != getattr(Args, flag) and getattr(args, other) != wanted:
-            raise UserError(f"--{flag} says something with --{other} {wanted} alone: add that, or leave it out")
+            raise UserError(f"--{flag} has no effect without --{other} {wanted}: add that, or leave --{flag} out")
     if args.batch_size < int(os.environ.get("WORLD_SIZE", 1)):
         raise UserError(f"--batch_size {args.batch_size} is less than a row for each of {os.environ['WORLD_SIZE']} processes")
     check_tag(args)
@@ -405,7 +409,7 @@ def main(args):
             print_results(results, out)
         return
     if first_process() and args.epochs > asked:
-        print(f"{args.epochs} epochs instead of {asked}, since these few rows make few batches (--min_steps {args.min_steps})")
+        print(f"{args.epochs} epochs instead of {asked}, so that these few rows make {args.min_steps} batches (--min_steps)")
     on_all_processes(device, config, out, lambda *where: train(args, texts, labels, meta, pre, config, data, base, out, *where))
 
 
@@ -474,7 +478,7 @@ def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, 
 
 
 def clear_out(out):
-    """Remove what a finished run of other settings (--restart) left in out, all but what may hold work of a user."""
+    """Remove what a finished run of other settings (--restart) left in out; an edited clusters.csv is copied aside first."""
     set_aside(out / "clusters.csv")
     for name in ("results.json", "clusters.csv", "train_row.npy", "report.html"):
         (out / name).unlink(missing_ok=True)
@@ -539,13 +543,13 @@ def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, s
             pseudo_label, confidence, beta = assigned
             clean = select_clean(*assigned, args.rho, args.tau_g, not args.no_dr, not args.no_qr, labelled)
             if view is None or epoch % args.view_epochs == 0:
-                view = None  # two of them need not be held at once
+                view = None  # frees the old view before the new one is made
                 drawing = torch.Generator().manual_seed(7919 * (epoch // args.view_epochs + 1) + 104729 * args.seed + rank)
                 view = encoder.cache(encoder.replace_tokens(tokens["train"], args.replace_rate, drawing))
             epoch += 1
             with signals_held() as came:  # until what was done is saved
                 for step, sums in train_epoch(encoder, head, optimizer, schedule, hidden["train"], view, pseudo_label,
-                                              confidence, clean, steps, args, epoch, came, *begun, rank, world):
+                                              confidence, clean, steps, args, epoch, came, begun, rank, world):
                     bar.update(steps * (epoch - 1) + step - bar.n)
                     if step < steps:
                         save(epoch - 1, step, sums)

@@ -35,8 +35,7 @@ def main(args):
         return
     encoder, dense = run.encoder, dense_layer(run)
     known, head = (nn.Linear(encoder.hidden_size, n).to(run.device) for n in (run.num_known, run.K))
-    pretrain_on_known(run, dense, known, epochs=args.pretrain_epochs, batch_size=args.batch_size, lr=args.lr,
-                      patience=args.patience)
+    pretrain_on_known(run, dense, known)
 
     @torch.no_grad()
     def cluster(memory):

@@ -64,8 +64,7 @@ def main(args):
         known.weight.data = normalize(run.pre["classifier"], dim=1).to(run.device) / (run.pre["config"]["temperature"] * length)
         known.bias.data.zero_()
     else:
-        pretrain_on_known(run, dense, known, epochs=args.pretrain_epochs, batch_size=args.batch_size, lr=args.lr,
-                          patience=args.patience)
+        pretrain_on_known(run, dense, known)
 
     def begin_epoch(memory, step):
         z = run.unit_features(dense=dense)

@@ -129,7 +129,7 @@ class Run:
         wanted = (epoch - 1) // every
         if self.views.get(copy, (None,))[0] != wanted:
             generator = torch.Generator().manual_seed(7919 * (wanted + 1) + 104729 * self.args.seed + 15485863 * copy)
-            self.views.pop(copy, None)  # two of them need not be held at once
+            self.views.pop(copy, None)  # frees the old view before the new one is made
             self.views[copy] = wanted, self.encoder.cache(augment(self.tokens["train"], rate, generator))
         return self.views[copy][1]
 
@@ -167,13 +167,19 @@ def dense_layer(run, activation=nn.Tanh):
     return nn.Sequential(layer, activation(), nn.Dropout(0.1)).to(run.device)
 
 
-def pretrain_on_known(run, dense, classifier, *, epochs, batch_size, lr, patience):
-    """Cross-entropy on the labelled rows; the epoch with the least loss on dev, which holds known classes only, is kept."""
+def pretrain_on_known(run, dense, classifier):
+    """Cross-entropy on the labelled rows; the epoch with the least loss on dev, which holds known classes only, is kept.
+
+    By --pretrain_epochs, --batch_size, --lr and --patience of the method.
+    """
+    args = run.args
+
     def batch_loss(rows, memory):
         return cross_entropy(classifier(dense(run.encoder.features(run.hidden["train"], rows))), run.label["train"][rows])
 
-    train(run, "pretrain", {"dense": dense, "classifier": classifier}, batch_loss, epochs=epochs, batch_size=batch_size, lr=lr,
-          rows=run.labelled, judge=lambda memory: dev_loss(run, dense, classifier), patience=patience)
+    train(run, "pretrain", {"dense": dense, "classifier": classifier}, batch_loss, epochs=args.pretrain_epochs,
+          batch_size=args.batch_size, lr=args.lr, rows=run.labelled, judge=lambda memory: dev_loss(run, dense, classifier),
+          patience=args.patience)
 
 
 @torch.no_grad()

@@ -418,6 +418,9 @@ def test_ends_on_the_same_features_stand_beside_each_other(tmp_path):
     assert head[3:] == ["semi-sup. k-means, raw features", "GCD", "USNID", "ImbaNID", "its lead over the best seeded"]
     p = ttest_rel((80, 81), (70, 72)).pvalue
     assert row[2:] == ["0 1", "40.0 / - / 90.0", "64.0 / - / 71.0", "60.0 / 65.0 / 69.0", "80.5", f"+9.5 (GCD; p {p:.2g})"]
+    for path in [*tmp_path.glob("*_gcd.json"), *tmp_path.glob("*_usnid.json"), *tmp_path.glob("*_dpn.json")]:
+        path.unlink()
+    assert figures.ends_table(tmp_path).endswith("| 0 1 | 40.0 / - / 90.0 | 80.5 | - |"), "k-means alone: there is no lead"
 
 
 def test_a_method_of_ones_own_is_tabled_and_is_none_of_the_six(tmp_path):
