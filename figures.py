@@ -30,7 +30,7 @@ from pathlib import Path
 import numpy as np
 from scipy.stats import ttest_rel
 
-from make_lt_data import CORPORA, TASK, UserError, open_table, records, run_name, run_script, write_atomic
+from make_lt_data import CORPORA, TASK, UserError, open_table, plain_text, records, run_name, run_script, write_atomic
 
 # The paper's Table 2, ImbaNID's row: {(dataset, gamma): (ACC, NMI, ARI)}.
 PAPER = {("clinc", 1): (95.64, 97.26, 91.78), ("clinc", 3): (90.44, 95.60, 85.36),
@@ -773,7 +773,7 @@ def epochs(run):
     shown = [row for row in (("dev_accuracy", "dev accuracy (known classes), percent", "linear"),
                              ("rot_iterations", "steps of the transport (or of k-means)", "linear"),
                              ("rot_residual", "residual of the transport (log scale)", "log"))
-             if all(line.get(row[0]) is not None for line in log)]
+             if log and all(line.get(row[0]) is not None for line in log)]
     figure, axes = panels(len(shown), height=3.4)
     for axis, (key, title, scale) in zip(axes, shown):
         values = np.maximum([line[key] for line in log], 1e-17)
@@ -916,7 +916,7 @@ def report(run, pictures):
              "new intents": len(clusters) - known, "encoder": html.escape(Path(run["encoder"]).name), "epochs": run["epochs"],
              "minutes": f"{sum(run['seconds'].values()) / 60:.1f}",
              **{f"test {c}": f"{run['test'][c]:.1f} %" for c in COLUMNS[:3] if "test" in run}}
-    parts = {"TITLE": html.escape(folder.resolve().name),
+    parts = {"TITLE": html.escape(plain_text(folder.resolve().name)),
              "FACTS": "".join(f"<div><dt>{key}<dd>{value}</div>" for key, value in facts.items()),
              "FIGURES": "".join(f"<figure><figcaption>{caption}</figcaption><img alt='' src='data:image/png;base64,"
                                 f"{base64.b64encode(path.read_bytes()).decode()}'></figure>"
@@ -941,7 +941,7 @@ def attempt(path, build, *given):
 
 
 def draw(paths):
-    runs = []
+    runs, stale = [], []
     for path in dict.fromkeys(map(Path, paths)):
         kept = path.suffix == ".json"  # of results/: for what compares runs alone
         if not (path if kept else path / "results.json").is_file() or "config" not in (run := read_results(path)):
@@ -955,7 +955,9 @@ def draw(paths):
         files = {build: run["folder"] / "figures" / f"{build.__name__}.png" for build in builds}
         pictures = {file: build.__doc__ for build, file in files.items() if attempt(file, build, run)}
         if run["method"] == "imbanid":
-            attempt(run["folder"] / "report.html", report, run, pictures)
+            page = run["folder"] / "report.html"
+            if not attempt(page, report, run, pictures) and (run["folder"] / "clusters.csv").exists():
+                stale.append(page)
     differing, alike = False, "dataset method gamma known_ratio labeled_ratio encoder omega lambda2".split()
     for key, build, same in (("gamma", gamma_curves, ("dataset",)), ("omega", setting_curves, None),
                              ("lambda2", setting_curves, None), ("known_ratio", setting_bars, None),
@@ -971,6 +973,8 @@ def draw(paths):
             differing = True
     if not differing and all(run["kept"] for run in runs):
         raise UserError("these files differ in no setting that a picture shows: pass runs that do, or folders of out/")
+    if stale:
+        raise UserError(f"{stale[0]} could not be made, for the reason above: mend that and run the same command again")
 
 
 def keep(paths):
@@ -1048,8 +1052,8 @@ svg, #box { display: block; border: 1px solid var(--line); border-radius: 6px } 
 circle { fill: currentColor; pointer-events: all } circle.new { fill: none; stroke: currentColor }
 text { font-weight: 600; font-size: 12px; text-anchor: middle; pointer-events: none; fill: CanvasText; stroke: Canvas;
   stroke-width: 4px; paint-order: stroke }
-#tip { position: absolute; max-width: 300px; padding: 6px 9px; background: Canvas; border: 1px solid; pointer-events: none;
-  white-space: pre-line; overflow-wrap: anywhere }
+#tip { position: absolute; width: max-content; max-width: 300px; padding: 6px 9px; background: Canvas; border: 1px solid;
+  pointer-events: none; white-space: pre-line; overflow-wrap: anywhere }
 input { width: 60% } table { border-collapse: collapse; width: 100% }
 td, th { padding: 4px 7px; text-align: left; vertical-align: top } td { overflow-wrap: anywhere; min-width: 100px }
 th { position: sticky; top: 0; background: Canvas } th, td:nth-child(-n+5):nth-child(n+2) { white-space: nowrap; min-width: 0 }
@@ -1090,7 +1094,7 @@ const rows = D.clusters.map((c, i) => {
 let picked, sorted, up;
 function pick(i) {  // cluster i, -1: none; and show what the search asks for
   picked = i;
-  rows.forEach((row, j) => { row.hidden = !row.words.includes($("input").value.toLowerCase());
+  rows.forEach((row, j) => { row.hidden = i != j && !row.words.includes($("input").value.toLowerCase());
     row.classList.toggle("on", i == j); row.querySelector("button").ariaExpanded = i == j; });
   $("[role=status]").textContent = rows.filter(row => !row.hidden).length + " of " + rows.length;
   dots.forEach((dot, j) => { const own = D.points[j][2]; dot.classList.toggle("big", i == own);
@@ -1100,7 +1104,7 @@ const heads = Object.entries({ name: "cluster", known: "kind", size: "rows", sha
   keywords: "keywords" }).map(([key, title]) => {
   const head = make("th", {}, make("button", {}, title)), value = row => D.clusters[rows.indexOf(row)][key];
   head.onclick = () => {
-    up = sorted == key ? !up : isNaN(value(rows[0])); sorted = key;
+    up = sorted == key ? !up : !["size", "share", "confidence"].includes(key); sorted = key;
     $("table").append(...[...rows].sort((a, b) => (value(a) - value(b) || value(a).localeCompare(value(b))) * (up ? 1 : -1)));
     heads.forEach(other => other.ariaSort = other != head ? "none" : up ? "ascending" : "descending");
   };

@@ -680,8 +680,8 @@ def explain(err, Args):
         return "its standard output was closed" + goes_on, True
     # None is numpy's short write; the rest are disks that are full and paths that are not what they should be.
     if isinstance(err, OSError) and err.errno in (
-            None, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST,
-            errno.ENOTEMPTY, errno.EIO, errno.ENAMETOOLONG):
+            None, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EBUSY, errno.EROFS, errno.ENOENT,
+            errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.EIO, errno.ENAMETOOLONG):
         words = f"cannot use {err.filename or 'the output folder'}: {err.strerror or err}; nothing was left half-written"
         return words + goes_on, True
     if isinstance(err, MemoryError) or isinstance(err, RuntimeError) and re.search(NO_MEMORY, str(err)):
@@ -865,8 +865,12 @@ def open_run(args):
     folder = Path(args.data_dir) / run
     texts, labels, _, meta = read_run(folder, **task)
     for name in () if own else ("train_truth.npy", "class_counts.npy"):
-        if not (folder / name).exists():  # said now: they are opened after hours of training
-            raise UserError(f"{folder}/{name} is missing, which the metrics need: remove {folder} and run make_lt_data.py")
+        try:  # said now: they are read after hours of training
+            np.load(folder / name, mmap_mode="r")
+        except (FileNotFoundError, ValueError, EOFError) as err:
+            how = "missing" if isinstance(err, FileNotFoundError) else "damaged"
+            raise UserError(f"{folder}/{name}, which the metrics need, is {how}: remove {folder} and run "
+                            "make_lt_data.py") from None
     return run, folder, texts, labels, meta
 
 

@@ -28,6 +28,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,7 @@ from tqdm import tqdm
 from encoder import Encoder, pick_dtype
 from make_lt_data import (
     TASK,
+    UNSEEN,
     UserError,
     check_positive,
     flag_parser,
@@ -156,7 +158,7 @@ def ask_for_name(command, words, examples, proposed, first=True):
     said = subprocess.run(command, shell=True, capture_output=True, input="\n".join(asked) + "\n", encoding="utf-8",
                           errors="replace")
     printable = re.sub(r"\x1b\[[0-9;]*m|[\x00-\x09\x0b-\x1f\x7f]", " ", said.stdout)  # a terminal's colours, NUL
-    line = next((" ".join(line.split()) for line in printable.splitlines() if line.strip()), "")
+    line = next(filter(None, (" ".join(line.split()).strip(UNSEEN) for line in printable.splitlines())), "")
     reason = quoted(said.stderr, -1)
     if said.returncode in (126, 127) and first:
         raise UserError(f"--name_command {command!r} cannot be run: {reason}")
@@ -365,6 +367,8 @@ def output_file(args):
         output = Path(os.path.realpath(output))  # what a link points to, and not the link, is replaced
     if args.output != "-" and (output.is_dir() or not output.parent.is_dir()):
         raise UserError(f"--output {args.output} cannot be written: pass a file's name in a folder that exists")
+    if output.name in ("clusters.csv", "assignments.csv") and output.parent == Path(args.run).resolve():
+        raise UserError(f"--output {args.output} is a table of the run itself: choose another name")
     return output, part_of(output) if regular else output
 
 
@@ -422,6 +426,8 @@ def label_file(args):
         print(f"{count - without} rows labelled by column {text_column!r}" + (f", {without} have no text" if without else ""),
               file=sys.stderr)
         if args.output != "-" and part != output:
+            if output.exists():
+                shutil.copymode(output, part)
             os.replace(part, output)
             print(f"written to {args.output}")
 
@@ -441,6 +447,8 @@ def main(words):
     args = parser.parse_args(words)
     if Path(args.output).suffix.lower() in (".tsv", ".json", ".jsonl", *SPREADSHEETS):
         raise UserError(f"--output {args.output}: what is written is CSV: choose a name that ends in .csv")
+    if args.output in ("/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"):
+        args.output = "-"  # opened anew, a file that the shell appends to would be emptied
     check_positive(args, "batch_size")
     of_new_texts = [flag for flag in ("output", "text_column", "batch_size", "device", "dtype")
                     if getattr(args, flag) != parser.get_default(flag)]

@@ -204,19 +204,25 @@ def in_other_type(found, config):
 def seed_epoch(seed, epoch, rank=0, step=0):
     """Seed dropout for what follows step `step` of an epoch and return the generator of the epoch's batches.
 
-    Thus a resumed run draws what an uninterrupted one draws: from a checkpoint at a multiple of SAVE_STEPS on any number of
-    processes; from one that a signal caused at another step on one process, whose generator it holds (dropout_state).
+    Thus a resumed run draws what an uninterrupted one on as many processes draws: from a checkpoint at a multiple of
+    SAVE_STEPS by this, from one that a signal caused at another step by the generators that it holds (dropout_state).
     """
     torch.manual_seed(1_000_003 * (seed + 1) + 1009 * epoch + rank + 15_485_863 * step)
     return torch.Generator().manual_seed(1_000_003 * (seed + 1) + 1009 * epoch)
 
 
-def dropout_state(device, state=None):
-    """{kind of device: state of the generator that dropout draws from there}, after setting it to that of `state`, if any."""
+def dropout_state(device):
+    """{kind of device: uint8 (P, bytes)}: what dropout's generator there stands at, on each of P processes."""
     module = torch.cuda if device.type == "cuda" else torch
-    if state and device.type in state:
-        module.set_rng_state(state[device.type])
-    return {device.type: module.get_rng_state()}
+    return {device.type: of_all(module.get_rng_state().to(device)).cpu()}
+
+
+def set_dropout_state(device, rank, state):
+    """Let dropout go on from `state`, dropout_state's of a checkpoint, if that is of such a device and as many processes."""
+    found = (state or {}).get(device.type, ())
+    if len(found) == world_size():
+        module = torch.cuda if device.type == "cuda" else torch
+        module.set_rng_state(found[rank].clone())  # torch ends with a segmentation fault on a view of a later row
 
 
 def trained_state(module):
@@ -315,6 +321,10 @@ def sum_over_ranks(x):
     return x
 
 
+def world_size():
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 def gather_rows(x, N):
     """The (N, ...) tensor of all rows, on every process, of which this one holds rows rank::world as x."""
     if not dist.is_initialized():
@@ -323,6 +333,11 @@ def gather_rows(x, N):
     whole = torch.zeros(N, *x.shape[1:], dtype=x.dtype, device=x.device)
     whole[rank::world] = x
     return sum_over_ranks(whole) if N else whole
+
+
+def of_all(x):
+    """(P, ...): x of each of the P processes, on every process."""
+    return gather_rows(x[None], world_size())
 
 
 def find_checkpoint(path, config, args, rank, world, device):
@@ -341,6 +356,8 @@ def find_checkpoint(path, config, args, rank, world, device):
 def held(folder):
     """Lock the folder of a run's files while the block runs. Yields whether no other process has it locked."""
     folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK):  # said now, and not at the first checkpoint
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
     place, free = os.open(folder, os.O_RDONLY), True
     try:
         try:
@@ -439,25 +456,26 @@ def batch_loss(encoder, classifier, hidden, masked, target, label, rows, drawn, 
 
 
 def next_epoch(found, device, rank):
-    """(batches done already, sums (2,) of their losses, dropout's generator) of the next epoch, which run_batches goes on with.
+    """(batches done already, this process's sums (2,) of their losses, dropout's generators) of the next epoch: run_batches's.
 
-    found: the checkpoint from within it, None where it is to begin. The sums are process 0's, zeros on the others.
+    found: the checkpoint from within it, None where it is to begin. Of another number of processes, the first has all sums.
     """
     if not found:
         return 0, torch.zeros(2, device=device), None
-    return found["step"], found["sums"].to(device) * (rank == 0), found.get("rng") if rank == 0 else None
+    sums = found["sums"].view(-1, 2).to(device)
+    return found["step"], sums[rank] if len(sums) == world_size() else sums.sum(0) * (rank == 0), found.get("rng")
 
 
 def run_batches(batches, loss_of, optimizer, args, epoch, came, begun, rank, schedule=None):
     """An optimizer step for each batch of an epoch that is not done yet; call seed_epoch before.
 
     loss_of(*batch): this process's share of the loss, two parts of it (2,), and training rows for joint_step's message.
-    begun: next_epoch's. schedule: stepped after the optimizer. Yields (step, the parts summed over batches and processes) for
-    a checkpoint: after every SAVE_STEPS batches, after the last and, once a signal has come (joint_step), after that batch;
-    then, but for the last, KeyboardInterrupt ends the run.
+    begun: next_epoch's. schedule: stepped after the optimizer. Yields (step, those parts summed over the batches, (P, 2), a
+    row for each process) for a checkpoint: after every SAVE_STEPS batches, after the last and, once a signal has come
+    (joint_step), after that batch; then, but for the last, KeyboardInterrupt ends the run.
     """
     step, sums, rng = begun
-    dropout_state(sums.device, rng)
+    set_dropout_state(sums.device, rank, rng)
     for batch in batches[step:]:
         step += 1
         loss, parts, rows = loss_of(*batch)
@@ -469,7 +487,7 @@ def run_batches(batches, loss_of, optimizer, args, epoch, came, begun, rank, sch
             seed_epoch(args.seed, epoch, rank, step)
         if stopped or step % SAVE_STEPS == 0 or step == len(batches):
             check_weights(optimizer, f"epoch {epoch}, step {step} of {len(batches)}")
-            yield step, sum_over_ranks(sums.clone())
+            yield step, of_all(sums)
         if stopped and step < len(batches):
             raise KeyboardInterrupt
 
@@ -552,7 +570,7 @@ def read_texts(args, texts, device, dtype, out, rank, world):
 def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
     """From the texts to pretrain.pt."""
     done, part = out / "pretrain.pt", out / "pretrain_part.pt"
-    start, N, code = time.time(), len(labels["train"]), commit()
+    start, N, code = time.monotonic(), len(labels["train"]), commit()
     encoder, tokens, hidden = read_texts(args, texts, device, dtype, out, rank, world)
     label, dev_label = (torch.from_numpy(labels[split]).to(device) for split in ("train", "dev"))
 
@@ -584,10 +602,10 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
         start -= found["seconds"]
 
     def save(epoch, step, sums):
+        rng = dropout_state(device) if step else None
         if rank == 0:
             save_checkpoint(part, **state(), optimizer=optimizer.state_dict(), epoch=epoch, step=step, sums=sums.cpu(), log=log,
-                            rng=dropout_state(device) if step else None, best=best, config=config,
-                            seconds=time.time() - start)
+                            rng=rng, best=best, config=config, seconds=time.monotonic() - start)
 
     out.mkdir(parents=True, exist_ok=True)
     masked = target = None
@@ -605,7 +623,7 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
                     bar.update(steps * (epoch - 1) + step - bar.n)
                     if step < steps:
                         save(epoch - 1, step, sums)
-                ce, mlm = (sums / steps).tolist()
+                ce, mlm = (sums.sum(0) / steps).tolist()
                 begun = next_epoch(None, device, rank)
                 z = unit_features("dev")
                 judged = dev_result(z, classifier, dev_label, args.temperature) if rank == 0 else (0.0, 0.0)  # one for all
@@ -619,7 +637,7 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
             bar.set_postfix(epoch=epoch, dev=f"{accuracy:.2f}", best=f"{best['dev_accuracy']:.2f}")
     if rank > 0:
         return
-    seconds = time.time() - start
+    seconds = time.monotonic() - start
     # For what starts from it: on another machine the same settings give other weights.
     config["weights"] = weights_sha256(best["trained_layers"].values())[:12]
     # The number of processes is kept because each draws its own masks.

@@ -57,20 +57,23 @@ def semi_supervised_kmeans(x, label, K, num_known, seed, n_init=10, plus_plus=Fa
     """
     generator = torch.Generator().manual_seed(seed)
     held, free = torch.where(label >= 0)[0], torch.where(label < 0)[0]
-    known = class_means(x, label, num_known)
+    known, doubled = class_means(x, label, num_known), 2 * x
     best = (math.inf, None)
-    if plus_plus:
+    if plus_plus:  # left @ right[j] is the squared distance to row j; torch.cdist would make both anew for every centre
         unlabelled, to_known = x[free], torch.cdist(x[free], known).amin(1)
+        square, one = unlabelled.pow(2).sum(1, keepdim=True), x.new_ones(len(free), 1)
+        left, right = torch.cat([-2 * unlabelled, square, one], 1), torch.cat([unlabelled, one, square], 1)
     for _ in range(n_init):
         novel = free[torch.randperm(len(free), generator=generator)[:K - num_known].to(free.device)]
         if plus_plus:
             distance = to_known
             for j in range(K - num_known):
-                novel[j] = free[torch.multinomial((distance ** 2 + 1e-9).cpu(), 1, generator=generator).to(free.device)]
-                distance = torch.minimum(distance, torch.cdist(unlabelled, x[novel[j], None])[:, 0])
+                drawn = torch.multinomial((distance ** 2 + 1e-9).cpu(), 1, generator=generator).to(free.device)
+                novel[j] = free[drawn]
+                distance = torch.minimum(distance, (left @ right[drawn].T)[:, 0].clamp_min(0).sqrt())
         centre, assigned = torch.cat([known, x[novel]]), None
         for _ in range(100):
-            last, distance = assigned, (centre ** 2).sum(1) - 2 * x @ centre.T
+            last, distance = assigned, (centre ** 2).sum(1) - doubled @ centre.T
             assigned = distance.argmin(1)
             assigned[held] = label[held]
             if last is not None and torch.equal(last, assigned):

@@ -356,7 +356,7 @@ def evaluate(args, z, head, pseudo_label, data, labels, meta, kmeans_file):
 def score(clusters, pseudo_label, labels, data, num_known):
     """{row of results.json: cluster_metrics}: of clusters of the test rows, {row: int (M,)}, and of the pseudo-labels (N,).
 
-    This is the one place that opens train_truth.npy.
+    This is the one place that reads train_truth.npy.
     """
     counts, truth, unlabelled = np.load(data / "class_counts.npy"), np.load(data / "train_truth.npy"), labels["train"] < 0
     return {**{row: cluster_metrics(labels["test"], found, num_known, counts) for row, found in clusters.items()},
@@ -415,12 +415,12 @@ def main(args):
 
 def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, device):
     """From the features to results.json."""
-    clock, seconds, code = [time.time()], {"pretrain": pre["seconds"]}, commit()
+    clock, seconds, code = [time.monotonic()], {"pretrain": pre["seconds"]}, commit()
 
     def lap(stage):
         if device.type == "cuda":
             torch.cuda.synchronize()  # or what is still to do there would count for the next stage
-        clock.append(time.time())
+        clock.append(time.monotonic())
         seconds[stage] = seconds.get(stage, 0.0) + clock[-1] - clock[-2]
 
     label = {split: torch.from_numpy(labels[split]).to(device) for split in ("train", "dev")}
@@ -498,7 +498,7 @@ def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, s
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: 0.5 + 0.5 * math.cos(math.pi * step / max(1, steps * epochs)))
     lambda2 = lambda2_of(args)
-    start, epoch, log, view = time.time(), 0, [], None
+    start, epoch, log, view = time.monotonic(), 0, [], None
     begun = next_epoch(found, encoder.device, rank)
     potential, marginal = None, torch.full((K,), 1 / K, dtype=torch.float64, device=encoder.device)
     if found:
@@ -526,14 +526,14 @@ def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, s
                 {"rot_iterations": result.n_iter, "rot_residual": result.residual})
 
     def save(epoch, step, sums):
+        rng = dropout_state(encoder.device) if step else None
         if rank == 0:
             write_atomic(out / "log.jsonl", "".join(json.dumps(line) + "\n" for line in log))
             save_checkpoint(out / "last.pt", trained_layers=trained_state(encoder.trained_layers), trunk=encoder.fingerprint,
                             head=head.detach().cpu(), optimizer=optimizer.state_dict(), schedule=schedule.state_dict(),
-                            rng=dropout_state(encoder.device) if step else None,
-                            epoch=epoch, step=step, sums=sums.cpu(), log=log, assigned=[x.cpu() for x in assigned],
+                            rng=rng, epoch=epoch, step=step, sums=sums.cpu(), log=log, assigned=[x.cpu() for x in assigned],
                             solved=solved, potential=potential.cpu(), marginal=marginal.cpu(), config=config,
-                            seconds=seconds | {"train": seconds.get("train", 0.0) + time.time() - start})
+                            seconds=seconds | {"train": seconds.get("train", 0.0) + time.monotonic() - start})
 
     with tqdm(total=steps * epochs, initial=steps * epoch + begun[0], desc="training", unit="batch",
               disable=rank > 0 or not sys.stderr.isatty()) as bar:
@@ -553,7 +553,7 @@ def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, s
                     bar.update(steps * (epoch - 1) + step - bar.n)
                     if step < steps:
                         save(epoch - 1, step, sums)
-                contrastive, ce = (sums / steps).tolist()
+                contrastive, ce = (sums.sum(0) / steps).tolist()
                 begun = next_epoch(None, encoder.device, rank)
                 predicted = (encoder.all_features(hidden["dev"]) @ normalize(head.detach(), dim=1).T).argmax(1)
                 right = int(sum_over_ranks((predicted == label["dev"][rank::world]).sum()))

@@ -96,7 +96,10 @@ class Run:
         if self.finished:
             print_results(results, self.out)
             return
-        start, self.code = time.time(), commit()
+        self.lock = pretrain.held(self.out)  # as long as this object lives
+        if not self.lock.__enter__():
+            raise UserError(f"another run is writing to {self.out}/: wait until it has ended, or pass another --tag")
+        start, self.code = time.monotonic(), commit()
         self.encoder = Encoder(args.encoder, args.max_length, self.device, dtype, True, args.cache_gb, self.out,
                                args.trained_layers)
         self.tokens = {split: self.encoder.tokenize(texts[split]) for split in texts}
@@ -108,7 +111,7 @@ class Run:
         if pretrained:
             load_trained_layers(self.encoder, self.pre)
             self.epochs["pretrain"], self.kept["pretrain"] = len(self.pre["log"]), self.pre["epoch"]
-        self.seconds["features"] = time.time() - start
+        self.seconds["features"] = time.monotonic() - start
         (self.out / "results.json").unlink(missing_ok=True)  # what --restart replaces
 
     def draw_labelled(self, most):
@@ -238,7 +241,7 @@ def train(run, stage, heads, batch_loss, *, epochs, batch_size, lr, rows=None, b
         schedule.step()
         return float(loss.detach())
 
-    start, epoch, log, memory, done = time.time(), 0, [], {}, False
+    start, epoch, log, memory, done = time.monotonic(), 0, [], {}, False
     best = {"value": math.inf, "epoch": 0, "modules": trained_state(modules), "memory": {}}
     found = open_checkpoint(path, run.config, args)
     if found:
@@ -249,8 +252,8 @@ def train(run, stage, heads, batch_loss, *, epochs, batch_size, lr, rows=None, b
         epoch, log, memory, best, done = (found[k] for k in ("epoch", "log", "memory", "best", "done"))
         start -= found["seconds"]
         memory = {k: v.to(run.device) if torch.is_tensor(v) else v for k, v in memory.items()}
-        state = "done" if done else f"resuming after epoch {epoch}"
-        print(f"{path} is there: {state}{in_other_type(found, run.config)}")
+        how = "done" if done else f"resuming after epoch {epoch}"
+        print(f"{path} is there: {how}{in_other_type(found, run.config)}")
     run.out.mkdir(parents=True, exist_ok=True)
     modules.eval()
     if judge_start and not found:
@@ -262,7 +265,8 @@ def train(run, stage, heads, batch_loss, *, epochs, batch_size, lr, rows=None, b
         memory["epoch"] = epoch + 1
         done = bool(begin_epoch and begin_epoch(memory, step))
         if done:  # it has converged
-            best |= {"epoch": epoch, "modules": trained_state(modules), "memory": dict(memory)}
+            state = trained_state(modules)
+            best |= {"epoch": epoch, "modules": state, "memory": dict(memory)}
         else:
             epoch += 1
             modules.train()
@@ -271,18 +275,19 @@ def train(run, stage, heads, batch_loss, *, epochs, batch_size, lr, rows=None, b
             modules.eval()
             value = judge(memory) if judge else -epoch
             log.append({"stage": stage, "epoch": epoch, "loss": sum(losses) / len(losses),
-                        "seconds": time.time() - start, **({"judged": value} if judge else {})})
+                        "seconds": time.monotonic() - start, **({"judged": value} if judge else {})})
+            state = trained_state(modules)
             if value < best["value"] or value != value:  # no dev rows: nothing to choose by
-                best = {"value": value, "epoch": epoch, "modules": trained_state(modules), "memory": dict(memory)}
+                best = {"value": value, "epoch": epoch, "modules": state, "memory": dict(memory)}
             done = epoch == epochs or bool(patience) and epoch - best["epoch"] >= patience
-        save_checkpoint(path, modules=trained_state(modules), trunk=run.encoder.fingerprint, optimizer=optimizer.state_dict(),
-                        schedule=schedule.state_dict(), epoch=epoch, log=log, memory=memory, best=best, done=done,
-                        config=run.config, seconds=time.time() - start)
         write_atomic(run.out / "log.jsonl", "".join(json.dumps(line) + "\n" for line in run.log + log))
+        save_checkpoint(path, modules=state, trunk=run.encoder.fingerprint, optimizer=optimizer.state_dict(),
+                        schedule=schedule.state_dict(), epoch=epoch, log=log, memory=memory, best=best, done=done,
+                        config=run.config, seconds=time.monotonic() - start)
         bar.update(epoch - bar.n)
     bar.close()
     load_trained(modules, best["modules"])
-    run.seconds[stage] = time.time() - start
+    run.seconds[stage] = time.monotonic() - start
     run.log += log
     run.epochs[stage], run.kept[stage] = epoch, best["epoch"]
     return {k: v.to(run.device) if torch.is_tensor(v) else v for k, v in best["memory"].items()}
@@ -307,11 +312,11 @@ def finish(run, fit, dense=None, ends=("held", "seeded")):
     that makes nothing of the labels is worse for it: "held", GCD's semi-supervised k-means (test_held), "seeded", the search
     that ImbaNID's head starts from, with its defaults (test_seeded).
     """
-    start = time.time()
+    start = time.monotonic()
     run.out.mkdir(parents=True, exist_ok=True)
     z = {split: run.unit_features(split, dense) for split in run.raw}
     centre = fit(z["train"])
-    run.seconds["cluster"], start = time.time() - start, time.time()
+    run.seconds["cluster"], start = time.monotonic() - start, time.monotonic()
     found = {split: nearest(z[split], centre) for split in z}
     cosine = (normalize(z["train"], dim=1) * normalize(centre, dim=1)[found["train"]]).sum(1)
     seed = run.args.seed
@@ -328,7 +333,7 @@ def finish(run, fit, dense=None, ends=("held", "seeded")):
     arrays = {"pseudo_label": assigned, "confidence": cosine.cpu().numpy(), "test_pred": pred,
               "beta": np.bincount(assigned, minlength=run.K) / len(assigned),
               "train_feature": z["train"].half().cpu().numpy(), "test_feature": z["test"].cpu().numpy()}
-    run.seconds["evaluate"] = time.time() - start
+    run.seconds["evaluate"] = time.monotonic() - start
     results = {"dataset": run.meta["dataset"], "gamma": run.meta["gamma"], "seed": seed, "method": run.method,
                "tag": run.args.tag, "encoder": run.args.encoder, "epochs": run.epochs, "kept": run.kept, **scores,
                "num_classes": run.K, "seconds": run.seconds, "commit": run.code, "config": run.config}

@@ -75,14 +75,19 @@ class Started:
         return done
 
 
-def ranks(words, nproc):
-    """The script on nproc processes with the environment that torchrun gives them; starting torchrun itself is slow."""
+def start_ranks(words, nproc):
+    """[Started]: the script on nproc processes, with torchrun's environment; starting torchrun itself is slow."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     both = {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    started = [Started(words, env={key: str(value) for key, value in {**both, "RANK": rank, "LOCAL_RANK": rank}.items()})
-               for rank in range(nproc)]
+    return [Started(words, env={key: str(value) for key, value in {**both, "RANK": rank, "LOCAL_RANK": rank}.items()})
+            for rank in range(nproc)]
+
+
+def ranks(words, nproc):
+    """The finished script of start_ranks, its processes' exit codes and words as those of one."""
+    started = start_ranks(words, nproc)
     late = time.time() + PATIENCE
     while any(one.poll() is None for one in started) and all(not one.poll() for one in started) and time.time() < late:
         time.sleep(0.01)

@@ -20,7 +20,9 @@ from baselines.latentem import assignment_loss, pass_labels_on
 from baselines.usnid import erase_tokens
 from encoder import Encoder
 from losses import instance_wise_loss
+from make_lt_data import UserError
 from metrics import cluster_metrics
+from pretrain import held
 from seeding import semi_supervised_kmeans
 
 NAMES = ("gcd", "deepaligned", "clnn", "dpn", "latentem", "usnid")
@@ -454,6 +456,9 @@ def test_a_killed_run_ends_like_one_that_was_not(tiny_flags, name, monkeypatch):
         assert (whole / file).read_bytes() == (part / file).read_bytes(), file
     a, b = (json.loads((folder / "results.json").read_text()) for folder in (whole, part))
     assert a["test"] == b["test"] and a["epochs"] == b["epochs"]
+    logs = [[{**json.loads(line), "seconds": 0} for line in (folder / "log.jsonl").read_text().splitlines()]
+            for folder in (whole, part)]
+    assert logs[0] == logs[1], "a line of an epoch whose checkpoint was written last"
     assert np.load(whole / "beta.npy").sum() == pytest.approx(1)
     trained = torch.load(whole / "last.pt", weights_only=True)["modules"]
     assert any(part.startswith("dense") for part in trained) == (name not in ("gcd", "clnn"))
@@ -550,3 +555,11 @@ def test_the_method_in_the_readme_runs(tiny_flags, tmp_path):
     done = script(tmp_path / "mine.py", *words, env={"PYTHONPATH": str(REPO)})
     out = Path(tiny_flags["out_dir"]) / "demo_g4_s0_mine_of_ones_own"
     assert json.loads((out / "results.json").read_text())["method"] == "mine" and "protocol C" in done.stdout
+
+
+def test_a_second_run_in_the_same_folder_is_told_so(tiny_flags):
+    out = Path(tiny_flags["out_dir"]) / "demo_g4_s0_gcd_twice"
+    with held(out), pytest.raises(UserError, match=f"another run is writing to {out}/"):
+        method("gcd", **tiny_flags, tag="twice")
+    assert not out.exists()
+    method("gcd", **tiny_flags, tag="twice")

@@ -142,7 +142,8 @@ def test_a_clusters_file_from_a_spreadsheet_is_reported_or_said_to_be_wrong(tmp_
     assert {(line["share"], line["confidence"]) for line in page["clusters"]} == {("1.50", "88.1")}
     capsys.readouterr()
     (own / "clusters.csv").write_text(text.replace(",1.50,", " rows,1.50,", 1), encoding="utf-8")
-    figures.draw([own])
+    with pytest.raises(UserError, match="report.html could not be made"):
+        figures.draw([own])
     assert "clusters.csv, row 1: size '6 rows' is no number" in capsys.readouterr().out
 
 
@@ -169,7 +170,7 @@ def test_missing_and_damaged_files_leave_out_one_picture_each(tmp_path):
     out = make_run(tmp_path)
     (out / "test_feature.npy").unlink()
     (out / "test_pred.npy").write_bytes(b"no array")
-    (out / "log.jsonl").write_text("{}\n")
+    (out / "log.jsonl").write_text("")  # of --epochs 0
     done = script("figures.py", out)
     for name, word in (("tsne_map", "test_feature.npy"), ("confusion", "damaged"), ("epochs", "nothing to draw")):
         line, = [line for line in done.stdout.splitlines() if line.startswith(f"{out}/figures/{name}.png")]

@@ -194,3 +194,14 @@ def test_what_is_no_label_share_or_probability_is_named(name, value, word):
 def test_clean_must_be_bool():
     with pytest.raises(ValueError, match="clean bool"):
         class_wise_loss(torch.ones(2, 2, 3), torch.zeros(2, dtype=torch.int64), torch.ones(2), torch.ones(2))
+
+
+def test_a_probability_may_be_rounded_above_1_and_labels_may_be_int32():
+    label, beta = torch.tensor([0, 1], dtype=torch.int32), torch.ones(2) / 2
+    assert select_clean(label, torch.tensor([1 + 1e-6, 0.5]), beta, use_dr=False).tolist() == [True, False]
+
+
+def test_a_filter_alone_needs_no_setting_of_the_other():
+    label, beta = torch.tensor([0, 1]), torch.ones(2) / 2
+    assert select_clean(label, torch.tensor([1.0, 0.5]), beta, rho=0.5, tau_g=math.nan, use_qr=False).all()
+    assert select_clean(label, torch.ones(2), beta, rho=math.nan, use_dr=False).all()

@@ -12,7 +12,7 @@ import pytest
 from conftest import PATIENCE, REPO, one_line_error, read_tsv, script, write_tsv
 
 import make_lt_data
-from make_lt_data import CORPORA, long_tail_counts, make_split, parse_args, raw_corpus, read_run, run_name
+from make_lt_data import CORPORA, UserError, long_tail_counts, make_split, parse_args, raw_corpus, read_run, run_name
 
 TOTALS = [("clinc", 3, 10863), ("clinc", 5, 8884), ("clinc", 10, 6978), ("banking", 3, 7770), ("banking", 5, 6411),
           ("banking", 10, 5041), ("stackoverflow", 3, 10970), ("stackoverflow", 5, 9036), ("stackoverflow", 10, 7179)]
@@ -29,6 +29,39 @@ def test_the_papers_totals(real_raw, dataset, gamma, total):
     assert set(labels["train"][labelled]) == set(range(num_known))  # every known class has a labelled row, no novel one has
     assert labels["dev"].max() < num_known and set(labels["test"]) == set(range(K))
     assert labelled.sum() == sum(-(-n // 10) for n in counts[:num_known].tolist())
+
+
+def corpus(K=8, n=40):
+    train = [(f"text {k} {i}", f"class {k}") for k in range(K) for i in range(n)]
+    return {"train": train, "dev": train[::n], "test": train[::n]}
+
+
+def test_of_equally_large_classes_the_seed_says_which_is_the_head():
+    found = [long_tail_counts(np.full(20, 100), 10.0, np.random.default_rng(seed)) for seed in (0, 1)]
+    assert not np.array_equal(*found) and not np.array_equal(found[0], np.sort(found[0])[::-1])
+
+
+def test_known_classes_kept_rows_and_their_order_are_drawn():
+    texts, labels, names, counts, num_known, _ = make_split(corpus(), 4, 0, 0.75, 0.1)
+    assert set(names[:num_known]) != {f"class {k}" for k in range(6)}, "not the first of the alphabet"
+    place, smallest = [int(text.split()[-1]) for text in texts["train"]], int(counts.argmin())
+    kept = [i for i, label in zip(place, labels["train"]) if label == smallest]
+    assert max(kept) >= counts[smallest], "not the first of the file"
+    assert (np.diff(labels["train"]) != 0).sum() > len(labels["train"]) / 2, "the order of rows does not tell their classes"
+    assert (names[num_known:], counts.tolist(), texts["train"][0]) == (
+        ["class 1", "class 7"], [12, 26, 10, 18, 14, 32, 40, 22], "text 1 10"), "seed 0 is no longer the split of results/"
+
+
+def test_edges_of_a_split():
+    assert make_split(corpus(), 1, 0, 0.01, 0.1)[4] == 1, "one known class at least"
+    assert make_split(corpus(2, 100), 1, 0, 0.5, 0.07)[5].sum() == 7, "and not 8, though 0.07 * 100 is above 7"
+    with pytest.raises(UserError, match="without a single row"):
+        make_split(corpus(), 100, 0, 0.75, 0.1)
+    for split in ("dev", "test"):
+        rows = corpus()
+        rows[split] = [*rows[split], ("a", "elsewhere")]
+        with pytest.raises(UserError, match="'elsewhere' of dev or test has no training row"):
+            make_split(rows, 4, 0, 0.75, 0.1)
 
 
 def test_real_corpora_are_the_published_ones(real_raw, capsys):
@@ -117,7 +150,9 @@ def test_hidden_labels_are_only_in_train_truth(tiny_run):
     (run / "train_truth.npy").rename(run / "aside.npy")
     try:
         texts, labels, _, _ = read_run(run, dataset="demo", gamma=4.0, seed=0)
-        one_line_error(script("pretrain.py", *task, ok=False), "train_truth.npy", "make_lt_data.py")  # before hours of training
+        one_line_error(script("pretrain.py", *task, ok=False), "train_truth.npy", "is missing", "make_lt_data.py")
+        (run / "train_truth.npy").write_bytes((run / "aside.npy").read_bytes()[:-9])
+        one_line_error(script("pretrain.py", *task, ok=False), "train_truth.npy", "is damaged", "make_lt_data.py")
     finally:
         (run / "aside.npy").rename(run / "train_truth.npy")
     assert len(texts["train"]) == len(label) and "truth" not in labels

@@ -103,3 +103,7 @@ def test_lists_do_as_well_and_nothing_may_be_known():
 
 def test_classes_without_a_row_are_not_in_the_mean():
     assert cluster_metrics([0, 0, 2], [0, 0, 1], 2, [5, 4, 3])["per_class_mean"] == 100
+
+
+def test_a_single_class_is_medium():
+    assert {group: ids.tolist() for group, ids in size_groups([7], 1).items()} == {"head": [], "medium": [0], "tail": []}

@@ -514,7 +514,7 @@ def test_the_users_own_naming_program(own_run, tmp_path):
     (run / "clusters.csv").write_text("\n".join(lines))
     script("predict.py", run, "--data_dir", folder / "data", "--name_command", "echo same")
     assert "edited by hand" in {line["name"] for line in read(run / "clusters.csv") if line["known"] == "yes"}
-    assert ask_for_name(r"printf '\n\033[31mred\000 \tname\033[0m\n'", [], [], "") == "red name"
+    assert ask_for_name(r"printf '\n\342\200\213\n\033[31mred\000 \tname\033[0m\n'", [], [], "") == "red name"
     text = (run / "clusters.csv").read_text()
     (run / "clusters.csv").write_text(text.replace(",same 2,", ",same,"))  # to join the two
     named = ["same" if name == "same 2" else name for name in named]
@@ -575,13 +575,19 @@ def test_names_that_were_edited_are_kept_and_a_line_that_is_gone_gets_no_text(ow
         (run / "assignments.csv").unlink()
         script("predict.py", run, "--data_dir", folder / "data")
     assert points[0] != points[1] and sorted(points[0]) == sorted(points[1])
+
+    def not_made():
+        done = script("figures.py", run, ok=False)
+        one_line_error(done, f"{run}/report.html could not be made")
+        return done.stdout
+
     (run / "clusters.csv").write_text("id,name\n0,a\n")
-    line, = [line for line in script("figures.py", run).stdout.splitlines() if "report.html" in line]
+    line, = [line for line in not_made().splitlines() if "report.html" in line]
     assert "left out, an older one stays: " in line and "clusters.csv has no column confidence" in line
     (run / "clusters.csv").unlink()
     script("predict.py", run, "--data_dir", folder / "data")
     (run / "assignments.csv").write_bytes("row;text;label;cluster;name;confidence\n1;größe;;0;a;9\n".encode("latin-1"))
-    line, = [line for line in script("figures.py", run).stdout.splitlines() if "report.html" in line]
+    line, = [line for line in not_made().splitlines() if "report.html" in line]
     assert "left out, an older one stays" in line and "assignments.csv: not valid UTF-8" in line and len(line) < 400
 
 
@@ -674,12 +680,21 @@ def test_bad_calls_of_predict(own_run, tmp_path, tiny_run):
     one_line_error(script("predict.py", run, "/dev/null", ok=False), "no regular file", "stdin")
     one_line_error(script("predict.py", ok=False), "--help")
     new = table(tmp_path / "new.csv", [(text, "") for text in TEXTS])
-    for output in (tmp_path, tmp_path / "nowhere/o.csv"):
+    for output in (tmp_path, tmp_path / "nowhere/o.csv", run / "clusters.csv"):
         one_line_error(script("predict.py", run, new, "-o", output, ok=False), "--output")
+    one_line_error(script("predict.py", run, new, "-o", "/dev/fd/99", ok=False), "cannot use", "No such file")
     for flag, value in (("--output", tmp_path / "o.csv"), ("--device", "cpu"), ("--dtype", "float32"), ("--batch_size", 3)):
         one_line_error(script("predict.py", run, flag, value, ok=False), flag, "new texts")
     one_line_error(script("predict.py", run, new, "--name_command", "true", ok=False), "--name_command")
     assert script("predict.py", run, new, "-o", "/dev/null").returncode == 0 and not Path("/dev/null").is_file()
+    before = read(run / "clusters.csv")
+    (tmp_path / "all.csv").write_text("kept\n")
+    (tmp_path / "all.csv").chmod(0o600)
+    into = f"{sys.executable} {REPO}/predict.py {shlex.quote(str(run))} {shlex.quote(str(new))} -o"
+    subprocess.run(["bash", "-c", f"{into} /dev/stdout >> {tmp_path}/all.csv"], check=True, capture_output=True)
+    assert (tmp_path / "all.csv").read_text().startswith("kept\ntext,label,cluster")
+    script("predict.py", run, new, "-o", tmp_path / "all.csv")
+    assert (tmp_path / "all.csv").stat().st_mode & 0o777 == 0o600 and read(run / "clusters.csv") == before
     closed = f"{sys.executable} {REPO}/predict.py {shlex.quote(str(run))} {shlex.quote(str(new))} >&-"
     one_line_error(subprocess.run(["bash", "-c", closed], capture_output=True, text=True), "-o FILE")
     one_line_error(script("predict.py", run, "--data_dir", tmp_path / "nowhere", ok=False), "make_lt_data.py")

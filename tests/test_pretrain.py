@@ -138,3 +138,13 @@ def test_an_encoder_that_knows_no_word_is_refused(tiny_run, tiny_encoder, tmp_pa
     monkeypatch.setattr(Encoder, "tokenize", unknown)
     with pytest.raises(UserError, match="knows hardly any of the words"):
         pre_trained(tiny_run[0], tmp_path, tiny_encoder)
+
+
+def test_words_are_replaced_at_the_rate_and_by_their_generator(encoder):
+    tokens, found = encoder.tokenize(["set an alarm for six in the morning"] * 3000), []
+    for i, seed in enumerate((5, 5, 6)):
+        torch.manual_seed(i)
+        found.append(encoder.replace_tokens(tokens, 0.25, torch.Generator().manual_seed(seed)).values)
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+    ordinary = ~encoder.special(tokens)
+    assert float((found[0] != tokens.values)[ordinary].float().mean()) == pytest.approx(0.25, abs=0.01)

@@ -302,6 +302,8 @@ def test_a_hessian_that_served_well_serves_again(monkeypatch):
     (dict(log_p=torch.zeros(3)), "log_p"), (dict(log_p=torch.zeros(2, 2, dtype=torch.int64)), "log_p"),
     (dict(log_p=torch.zeros(0, 2)), "log_p"), (dict(log_p=torch.tensor([[0.0, float("-inf")]])), "log_p"),
     (dict(lambda1=0), "lambda1"), (dict(lambda2=-1), "lambda2"), (dict(lambda1=float("nan")), "lambda1"),
+    (dict(lambda1=math.inf), "lambda1"), (dict(lambda2=math.inf), "lambda2"),
+    (dict(prior=torch.tensor([1.0, math.inf])), "prior"),
     (dict(prior=torch.tensor([1.0, 0.0])), "prior"), (dict(prior=torch.ones(3)), "prior"), (dict(row=torch.ones(3)), "row"),
     (dict(row=torch.tensor([1.0, -1])), "row"), (dict(init=torch.ones(3)), "init"), (dict(penalty="tv"), "penalty"),
     (dict(row=torch.tensor([1.0, float("nan")])), "row"), (dict(init=torch.tensor([0.0, float("inf")])), "init"),

@@ -198,6 +198,10 @@ def test_labelled_rows_tell_the_sizes_of_classes():
     assert len(class_sizes(barely, 6, 8, 0.1)) == 6, "two labelled rows each say little"
     few = torch.cat([torch.arange(3).repeat(12), torch.full((60,), -1)])
     assert len(class_sizes(few, 3, 8, 0.1)) == 3, "three classes may be of a size by chance"
+    enough = torch.cat([torch.arange(6).repeat(3), torch.full((182,), -1)])
+    assert len(class_sizes(enough, 6, 8, 0.1)) == 8, "three labelled rows each are enough"
+    full = torch.cat([torch.arange(6).repeat(12), torch.full((590,), -1)])
+    assert class_sizes(full, 6, 8, 0.1).tolist()[6:] == [1, 1], "no row is left for the others"
 
 
 @pytest.mark.parametrize("seed", [0, 2])
@@ -426,3 +430,25 @@ def test_appendix_e_starts_from_three_times_the_known_classes(monkeypatch):
     monkeypatch.setattr("seeding.kmeans", lambda z, K, *_, **__: asked.append(K) or (None, torch.arange(len(z)) % K))
     appendix_e(x, 5, 0, 0, 0)
     assert asked == [15]
+
+
+def test_labelled_rows_weigh_in_and_all_rows_settle_the_centres(monkeypatch):
+    x, label, _ = blobs([80, 60, 40, 20, 10])
+    seen = []
+    monkeypatch.setattr("seeding.mixture_step", lambda *given: seen.append(given) or mixture_step(*given))
+    seed_centres(x, label, 5, 2, 20.0, 10.0, 0, 0.0, seed=0)
+    assert torch.allclose(seen[0][3][0], 10 * x[label == 0].sum(0), atol=1e-5)
+    assert len(seen) > 30 and all(given[0] is x for given in seen[-30:])
+
+
+def test_the_share_of_labelled_rows_says_nothing_where_no_class_is_known():
+    x, label, _ = blobs([20] * 4)
+    assert seed_centres(x, torch.full_like(label, -1), 4, 0, 20.0, 10.0, 5, 0.1, 0).isfinite().all()
+
+
+def test_semi_supervised_kmeans_goes_on_until_its_centres_are_means():
+    x, label, _ = blobs([30] * 12, spread=0.3)
+    centre = semi_supervised_kmeans(x, label, 12, 2, 0, n_init=1)
+    found = torch.cdist(x, centre).argmin(1)
+    found[label >= 0] = label[label >= 0]
+    assert torch.allclose(centre, torch.stack([x[found == k].mean(0) for k in range(12)]), atol=1e-5)

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import PATIENCE, REPO, TINY_PRETRAIN, TINY_TRAIN, Started, one_line_error, ranks, read_tsv, script
+from conftest import PATIENCE, REPO, TINY_PRETRAIN, TINY_TRAIN, Started, one_line_error, ranks, read_tsv, script, start_ranks
 from safetensors.torch import load_file, save_file
 from tiny import make_encoder
 from torch.nn.functional import normalize
@@ -774,6 +774,42 @@ def test_a_killed_pre_training_goes_on_and_ends_the_same(tiny_run, tiny_encoder,
     assert all(torch.equal(one[name], other[name]) for name in one.keys() | other.keys())
 
 
+@pytest.mark.parametrize("stage", ["train_imbanid.py", "pretrain.py"])
+def test_two_processes_that_were_stopped_within_epochs_end_the_same(tiny_run, tiny_encoder, tmp_path, stage):
+    task, steps = tiny_run[0], []
+    flags = (*(TINY_TRAIN if stage == "train_imbanid.py" else TINY_PRETRAIN), "--epochs", 3, "--max_steps", 5000,
+             "--batch_size", 2)  # an epoch has more than SAVE_STEPS batches
+    if stage == "pretrain.py":
+        flags += ("--encoder", tiny_encoder)
+    else:
+        shutil.copytree(tiny_run[1] / "out/demo_g4_s0", tmp_path / "unbroken/demo_g4_s0")
+        shutil.copytree(tiny_run[1] / "out/demo_g4_s0", tmp_path / "broken/demo_g4_s0")
+        flags += ("--tag", "two")
+    whole, broken = ((*task[:-1], tmp_path / name, *flags) for name in ("unbroken", "broken"))
+    script(stage, *whole, nproc=2)
+    out = tmp_path / ("broken/demo_g4_s0_two" if stage == "train_imbanid.py" else "broken/demo_g4_s0")
+    last, moment = out / ("last.pt" if stage == "train_imbanid.py" else "pretrain_part.pt"), random.Random(1)
+    for sent in range(4):
+        before = last.stat().st_mtime_ns if last.exists() else 0
+        both = start_ranks([REPO / stage, *broken], 2)
+        while all(one.poll() is None for one in both) and not (last.exists() and last.stat().st_mtime_ns > before):
+            time.sleep(0.001)
+        time.sleep(0.1 * moment.random())
+        both[sent % 2].send_signal(signal.SIGTERM)
+        for one in both:
+            one.finish()
+        steps += [pretrain.load_checkpoint(last)["step"]] if last.exists() else []
+    assert any(step % pretrain.SAVE_STEPS for step in steps), "no checkpoint of a signal"
+    script(stage, *broken, nproc=2)
+    other = Path(str(out).replace("broken", "unbroken"))
+    if stage == "pretrain.py":
+        ends = [pretrain.load_checkpoint(folder / "pretrain.pt") for folder in (out, other)]
+        assert ends[0]["log"] == ends[1]["log"] and ends[0]["config"]["weights"] == ends[1]["config"]["weights"]
+        return
+    for name in ("test_pred.npy", "pseudo_label.npy", "test_feature.npy", "confidence.npy", "beta.npy", "log.jsonl"):
+        assert (out / name).read_bytes() == (other / name).read_bytes(), name
+
+
 def test_pretraining_switches(tiny_run, tiny_encoder, tmp_path):
     task = [str(word) for word in tiny_run[0][:-1]]
     states = []
@@ -874,12 +910,15 @@ def test_a_write_that_numpy_breaks_off_is_said_with_its_file(tmp_path):
     assert f"{tmp_path}/beta.npy: 100 requested and 10 written" in message and not list(tmp_path.iterdir())
 
 
-def test_what_a_checkpoint_says_of_another_device_is_left_alone():
-    before = torch.get_rng_state()
-    found = pretrain.dropout_state(torch.device("cpu"), {"cuda": torch.zeros(16, dtype=torch.uint8)})
-    assert torch.equal(found["cpu"], before)
+def test_dropout_goes_on_from_a_checkpoint_of_such_a_device_and_as_many_processes():
+    before, cpu = torch.get_rng_state(), torch.device("cpu")
+    for other in ({"cuda": torch.zeros(1, 16, dtype=torch.uint8)}, {"cpu": torch.stack([before, before])}, None):
+        pretrain.set_dropout_state(cpu, 0, other)  # of a GPU, of two processes
+        assert torch.equal(torch.get_rng_state(), before)
+    found = pretrain.dropout_state(cpu)
     torch.rand(1)
-    assert torch.equal(pretrain.dropout_state(torch.device("cpu"), found)["cpu"], before)
+    pretrain.set_dropout_state(cpu, 0, found)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_long_line_of_a_library_is_cut():
