@@ -789,13 +789,13 @@ def test_two_processes_that_were_stopped_within_epochs_end_the_same(tiny_run, ti
     script(stage, *whole, nproc=2)
     out = tmp_path / ("broken/demo_g4_s0_two" if stage == "train_imbanid.py" else "broken/demo_g4_s0")
     last, moment = out / ("last.pt" if stage == "train_imbanid.py" else "pretrain_part.pt"), random.Random(1)
-    for sent in range(4):
+    for which in (signal.SIGTERM, signal.SIGKILL, signal.SIGTERM):
         before = last.stat().st_mtime_ns if last.exists() else 0
         both = start_ranks([REPO / stage, *broken], 2)
         while all(one.poll() is None for one in both) and not (last.exists() and last.stat().st_mtime_ns > before):
             time.sleep(0.001)
         time.sleep(0.1 * moment.random())
-        both[sent % 2].send_signal(signal.SIGTERM)
+        both[len(steps) % 2].send_signal(which)
         for one in both:
             one.finish()
         steps += [pretrain.load_checkpoint(last)["step"]] if last.exists() else []
