@@ -91,7 +91,10 @@ def read_results(path):
     path = Path(path)
     path = path / "results.json" if path.is_dir() else path
     try:
-        return json.loads(path.read_text())
+        run = json.loads(path.read_text())
+        if not isinstance(run, dict):
+            raise ValueError
+        return run
     except FileNotFoundError:
         raise UserError(f"{path} is missing: train_imbanid.py has not finished that run") from None
     except ValueError:
@@ -143,8 +146,8 @@ def spread(runs, key):
     for other in others:
         for flag, value in changed(first, other):
             raise UserError(f"these runs of {first['method']} on {first['dataset']} differ in more than the seed ({flag} "
-                            f"{first[flag]}, {value}): take their means one by one, and for a table remove some of them from "
-                            "results/")
+                            f"{first[flag]!r}, {value!r}): take their means one by one, and for a table remove some of them "
+                            "from results/")
     values = {c: scores_of(runs, key, c) for c in COLUMNS}
     return {c: (v.mean(), v.std(ddof=1) if len(v) > 1 else 0.0) for c, v in values.items()}
 
@@ -157,8 +160,11 @@ def mean_of(runs, key, column="ACC"):
 def read_benchmark(path):
     """read_results of a run on a benchmark; UserError for anything else."""
     run = read_results(path)
-    if "ACC" not in run.get("test", {}):
+    if "ACC" not in (run.get("test") or {}):
         raise UserError(f"{path} is no run on a benchmark: it has no test scores")
+    for key in ("dataset", "gamma", "seed", "method", "tag", "encoder", "config", "seconds", "peak_memory_mb"):
+        if key not in run:
+            raise UserError(f"{path} has no {key!r}, as runs of this version have: leave it out, or run it anew")
     return run
 
 
@@ -930,9 +936,10 @@ def attempt(path, build, *given):
     try:
         made = build(*given)
     except (UserError, OSError, ValueError, KeyError, IndexError, EOFError) as err:
-        known = isinstance(err, (UserError, OSError))
+        said = f"{err.filename} is missing" if isinstance(err, FileNotFoundError) else err
         kept = ", an older one stays" if path.exists() else ""
-        print(f"{path} left out{kept}: {err if known else f'a file it needs is damaged or of another run ({err!r})'}")
+        known = isinstance(err, (UserError, OSError))
+        print(f"{path} left out{kept}: {said if known else f'a file it needs is damaged or of another run ({err!r})'}")
         return False
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, made if isinstance(made, str) else lambda f: made.savefig(f, format="png", dpi=150))

@@ -184,9 +184,9 @@ def same_config(found, config, path, args):
     if isinstance(found.get(key), dict) and isinstance(config[key], dict):  # the settings of the pre-training it starts from
         found, config, of = found[key], config[key], f"{key}'s "
         key = next(k for k in {**found, **config} if found.get(k) != config.get(k))
+    other = "--tag" if hasattr(args, "tag") else "--out_dir (the scripts run one by one)"
     raise UserError(f"{path} was made with other settings ({of}{key} {found.get(key)!r}, now {config.get(key)!r}): pass "
-                    "--restart to replace it, or another --tag to keep both (pretrain.py has none: run the scripts one by "
-                    "one with another --out_dir)")
+                    f"--restart to replace it, or another {other} to keep both")
 
 
 def open_checkpoint(path, config, args):

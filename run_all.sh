@@ -43,7 +43,10 @@ fi
 here=$PWD
 cd "$(dirname "$0")"
 seeds=${SEEDS:-${SEED:-0}}
-case "$seeds" in *[0-9]*) ;; *) echo "run_all.sh: SEEDS='$seeds' must be numbers, such as SEEDS='0 1 2'" >&2 && exit 2 ;; esac
+if ! [[ $seeds =~ ^\ *[0-9]+(\ +[0-9]+)*\ *$ ]] || [ -n "$(printf '%s\n' $seeds | sort | uniq -d)" ]; then
+    echo "run_all.sh: SEEDS='$seeds' must be numbers, each once, such as SEEDS='0 1 2'" >&2
+    exit 2
+fi
 nproc=${NPROC:-1}
 case "$nproc" in *[!0-9]* | 0*) echo "run_all.sh: NPROC=$nproc must be a number of processes, 1 or more" >&2 && exit 2 ;; esac
 if [ "$dataset" = demo ] || [ -n "$own" ]; then encoder=${ENCODER:-minilm}; else encoder=${ENCODER:-bert-base-uncased}; fi

@@ -276,8 +276,12 @@ def print_results(results, out):
     print(f"ImbaNID is {ahead - results['kmeans_raw']['ACC']:+.2f} ACC against k-means on raw features, "
           f"{ahead - results['kmeans_pretrained']['ACC']:+.2f} on pre-trained ones, "
           f"{ahead - results['ss_kmeans_raw']['ACC']:+.2f} against semi-supervised k-means on raw features")
-    print(f"everything is in {out}/: results.json, log.jsonl, last.pt, test_pred.npy, train_feature.npy, test_feature.npy, "
-          "pseudo_label.npy, confidence.npy, beta.npy")
+    files = ("results.json log.jsonl last.pt test_pred.npy train_feature.npy test_feature.npy pseudo_label.npy confidence.npy "
+             "beta.npy").split()
+    there = [name for name in files if (out / name).exists()]
+    print(f"everything is in {out}/: {', '.join(there)}" if there == files else
+          f"{out}/ lacks {', '.join(sorted({*files} - {*there}))}: to make it again remove {out}/results.json and run the same "
+          "command")
 
 
 def seeding_settings(args, meta):

@@ -1,5 +1,6 @@
 """The compared methods: their pieces against plain formulas, each whole on the demo corpus, resumed after a kill, bad flags."""
 import importlib
+import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ import torch
 from conftest import REPO, one_line_error, script
 from scipy.optimize import linear_sum_assignment
 from sklearn.cluster import KMeans
+from sklearn.metrics import silhouette_score
 from torch.nn.functional import cross_entropy, normalize
 
 import train_imbanid
@@ -21,9 +23,9 @@ from baselines.usnid import erase_tokens
 from encoder import Encoder
 from losses import instance_wise_loss
 from make_lt_data import UserError
-from metrics import cluster_metrics
+from metrics import cluster_metrics, match_clusters
 from pretrain import held
-from seeding import semi_supervised_kmeans
+from seeding import kmeans, semi_supervised_kmeans
 
 NAMES = ("gcd", "deepaligned", "clnn", "dpn", "latentem", "usnid")
 
@@ -137,6 +139,9 @@ def test_steps_without_bias_correction_are_bertadams():
 
 # ---- losses, put together ----
 
+TAGS = itertools.count()
+
+
 class StoppedError(Exception):
     pass
 
@@ -156,7 +161,7 @@ def stages(name, flags, monkeypatch):
     monkeypatch.setattr(importlib.import_module(f"baselines.{name}"), "train", record)
     monkeypatch.setattr(shared, "train", record)
     with pytest.raises(StoppedError) as stopped:
-        method(name, **flags, tag="recorded")
+        method(name, **flags, tag=f"recorded{next(TAGS)}")  # the run stays open, and with it its folder
     return stopped.value.args[0], found
 
 
@@ -563,3 +568,95 @@ def test_a_second_run_in_the_same_folder_is_told_so(tiny_flags):
         method("gcd", **tiny_flags, tag="twice")
     assert not out.exists()
     method("gcd", **tiny_flags, tag="twice")
+
+
+def test_the_loop_clips_counts_other_steps_and_may_keep_the_start(tmp_path):
+    layer = torch.nn.Linear(1, 1, bias=False)
+    layer.weight.data.fill_(5.0)
+    run = SimpleNamespace(args=SimpleNamespace(seed=0, restart=False), out=tmp_path, device=torch.device("cpu"), config={},
+                          encoder=SimpleNamespace(trained_layers=layer, fingerprint="a"), label={"train": torch.zeros(6)},
+                          log=[], seconds={}, epochs={}, kept={})
+    weights, values = [], iter([1.0, 3.0, 2.0])
+
+    def batch_loss(rows, memory):
+        weights.append(layer.weight.item())
+        return 10 ** len(weights) * layer.weight.sum()  # every gradient is clipped to 1
+
+    shared.train(run, "toy", {}, batch_loss, epochs=9, batch_size=2, lr=0.01, judge=lambda memory: next(values), patience=2,
+                 judge_start=True, more_steps=5, bias_correction=True)
+    assert run.epochs == {"toy": 2} and run.kept == {"toy": 0} and layer.weight.item() == 5
+    for n, (before, after) in enumerate(itertools.pairwise(weights)):
+        rate = 0.01 * shared.lr_share(n, (3 + 5) * 9, True)
+        assert before - after == pytest.approx(rate + 0.01 * rate * before, rel=1e-3)
+
+
+def test_views_and_drawings(tiny_flags, monkeypatch):
+    run, found = stages("gcd", tiny_flags, monkeypatch)
+
+    def view(epoch, copy=0):
+        return run.view(epoch, run.encoder.replace_tokens, 0.5, 2, copy).values.clone()
+
+    first, other = view(1), view(1, 1)
+    assert torch.equal(first, view(2)) and not torch.equal(first, view(3)) and not torch.equal(first, other)
+    assert len(run.draw_labelled(99)) == len(run.draw_labelled(99).unique()) == len(run.labelled)
+    z, truth = run.unit_features("dev"), run.labels["dev"]
+    cluster = kmeans(z, run.num_known, 0)[1].numpy()
+    assert found["last"][2]["judge"]({}) == pytest.approx(-100 * (match_clusters(truth, cluster)[cluster] == truth).mean())
+
+
+def test_what_deepaligned_stops_by(tiny_flags, monkeypatch):
+    run, found = stages("deepaligned", {**tiny_flags, "pretrain_epochs": 1}, monkeypatch)
+    (heads, _, told), (_, _, more) = found["pretrain"], found["last"]
+    with torch.no_grad():
+        logits = heads["classifier"](heads["dense"](run.encoder.all_features(run.hidden["dev"])))
+    assert told["judge"]({}) == pytest.approx(float(cross_entropy(logits, run.label["dev"])), rel=1e-5)
+    memory = {}
+    value, z = more["judge"](memory), run.unit_features(dense=heads["dense"])
+    assert value == pytest.approx(-silhouette_score(z.numpy(), memory["pseudo_label"].numpy()), abs=1e-6)
+    assert more["judge_start"] and more["patience"] == told["patience"] == 20
+    linear, _, dropout = heads["dense"]
+    assert torch.equal(linear.weight, torch.eye(32)) and not linear.bias.any() and dropout.p == 0.1
+
+
+def test_usnids_kmeans_goes_on_from_its_centres(tiny_flags, monkeypatch):
+    monkeypatch.setattr("baselines.usnid.finish", lambda run, fit, dense: ends.append(fit(run.unit_features(dense=dense))))
+    ends, starts = [], []
+
+    def told(z, K, seed, init=None):
+        found = kmeans(z, K, seed, init=init)
+        starts.append((init, found[0]))
+        return found
+
+    monkeypatch.setattr("baselines.usnid.kmeans", told)
+    method("usnid", **tiny_flags, pretrain_epochs=1, tolerance=0.0, tag="goes_on")
+    assert len(starts) == 3 and starts[0][0] is None and all(
+        torch.equal(init, before[1]) for before, (init, _) in itertools.pairwise(starts))
+
+
+def test_latentems_classifier_goes_on(tiny_flags, monkeypatch):
+    run, found = stages("latentem", tiny_flags, monkeypatch)
+    known, z = found["last"][0]["known"], run.encoder.all_features(run.hidden["train"])
+    cosine = normalize(z, dim=1) @ normalize(run.pre["classifier"], dim=1).T
+    share = z.norm(dim=1, keepdim=True) / z.norm(dim=1).mean()
+    assert torch.allclose(known(z).detach(), share * cosine / run.pre["config"]["temperature"], atol=1e-4)
+
+
+@pytest.mark.parametrize("name, lr, corrected", [("gcd", 5e-5, True), ("deepaligned", 5e-5, False), ("clnn", 1e-5, True),
+                                                 ("dpn", 1e-5, True), ("latentem", 5e-5, False), ("usnid", 1e-5, False)])
+def test_the_optimizer_of_each_method(tiny_flags, monkeypatch, name, lr, corrected):
+    run, found = stages(name, tiny_flags, monkeypatch)
+    more = found["last"][2]
+    assert (more["lr"], more.get("bias_correction", False), more["epochs"], more["batch_size"]) == (lr, corrected, 2, 64)
+    if name == "clnn":
+        memory = {"epoch": 1}
+        more["begin_epoch"](memory, None)
+        assert memory["near"].shape == (174, 174 // 8 // 2)  # half the mean class size
+
+
+def test_confidence_is_the_cosine_to_the_own_centre(tiny_flags):
+    method("kmeans", **{k: v for k, v in tiny_flags.items() if k not in ("batch_size", "epochs")}, tag="cosine")
+    out = Path(tiny_flags["out_dir"]) / "demo_g4_s0_kmeans_cosine"
+    z, cluster, confidence = (torch.from_numpy(np.load(out / f"{name}.npy")).float() for name in (
+        "train_feature", "pseudo_label", "confidence"))
+    mean = normalize(torch.stack([z[cluster == k].mean(0) for k in range(8)]), dim=1)
+    assert torch.allclose(confidence, (z * mean[cluster.long()]).sum(1), atol=2e-3)

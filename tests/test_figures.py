@@ -40,8 +40,8 @@ def make_run(folder, seed=0, tag="", **settings):
     log = [{"epoch": i, "dev_accuracy": 80.0 + i, "rot_iterations": 5, "rot_residual": 1e-8 * (i - 1)} for i in (1, 2, 3)]
     (out / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
     results = {"dataset": "demo", "gamma": config["gamma"], "seed": seed, "method": "imbanid", "tag": tag, "encoder": "minilm",
-               "epochs": 3, "seconds": {"train": 60}, "num_classes": 6, "config": config, "test": SCORES, "kmeans_raw": SCORES,
-               "ss_kmeans_raw": SCORES, "test_kmeans": SCORES}
+               "epochs": 3, "seconds": {"train": 60}, "peak_memory_mb": 1000.0, "num_classes": 6, "config": config,
+               "test": SCORES, "kmeans_raw": SCORES, "ss_kmeans_raw": SCORES, "test_kmeans": SCORES}
     (out / "results.json").write_text(json.dumps(results))
     return out
 
@@ -194,6 +194,9 @@ def test_a_folder_that_is_no_run_is_one_line(tmp_path):
     for command in ("mean", "keep"):
         one_line_error(script("figures.py", command, own, ok=False, cwd=tmp_path), "no test scores")
     assert not list(tmp_path.rglob("mine_s0.json"))
+    for text, word in (("[1]", "damaged"), ('{"test": null}', "no test scores"), ('{"test": {"ACC": 1}}', "no 'dataset'")):
+        (tmp_path / "old.json").write_text(text)
+        one_line_error(script("figures.py", "mean", tmp_path / "old.json", ok=False), "old.json", word)
 
 
 def test_several_runs_are_compared_where_they_differ(tmp_path):

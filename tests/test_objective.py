@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import TINY_PRETRAIN, TINY_TRAIN, script
-from torch.nn.functional import normalize
+from torch.nn.functional import cross_entropy, normalize
 
 import pretrain
 import train_imbanid
@@ -148,3 +148,15 @@ def test_the_device_is_a_gpu_where_there_is_one(monkeypatch, available):
     else:
         with pytest.raises(pretrain.UserError, match="no GPU"):
             pretrain.pick_device("cuda")
+
+
+def test_a_batch_of_pre_training_has_the_loss_of_eq_2(calm):
+    draw, tokens, rows = torch.Generator().manual_seed(0), calm.tokenize(TEXTS), torch.arange(6)
+    masked, target = calm.mask_tokens(tokens, torch.Generator().manual_seed(5))
+    hidden, masked = calm.trunk(tokens), calm.trunk(masked)
+    classifier, label = torch.randn(2, 32, generator=draw), torch.tensor([0, 1, -1, 1, -1, 0])
+    drawn, args = torch.tensor([0, 3, 3, 5]), pretrain.Args(temperature=0.2)
+    ce, mlm = pretrain.batch_loss(calm, classifier, hidden, masked, target, label, rows, drawn, args, 0, 1)
+    logits = normalize(calm.features(hidden, drawn), dim=1) @ normalize(classifier, dim=1).T / 0.2
+    assert float(ce.detach()) == pytest.approx(float(cross_entropy(logits, label[drawn]).detach()), rel=1e-5)
+    assert float(mlm.detach()) == pytest.approx(float(calm.mlm_loss(masked, rows, target)[0].detach()), rel=1e-5)

@@ -207,6 +207,13 @@ def test_odd_texts_survive(tmp_path):
     one_line_error(script("make_lt_data.py", "--dataset", long, "--data_dir", folder, ok=False), "name too long")
 
 
+def test_dev_texts_are_drawn_by_the_seed_and_of_three_texts_one():
+    texts, labels = [f"t{n}" for n in range(45)], ["a"] * 40 + ["b"] * 3 + ["c"] * 2
+    dev = [make_own_task(texts, labels, seed, 0.2)[0]["dev"] for seed in (0, 0, 1)]
+    assert dev[0] == dev[1] and set(dev[0]) != set(dev[2])
+    assert [sum(text in texts[a:b] for text in dev[0]) for a, b in ((0, 40), (40, 43), (43, 45))] == [8, 1, 0]
+
+
 def test_duplicates_conflicts_and_dev(capsys):
     texts = ["a1", "a1", "a1", "b1", "", "b1"] + [f"a{n}" for n in range(2, 12)] + ["b2"]
     labels = ["a", "b", "a", "", "a", "b"] + ["a"] * 10 + [""]
@@ -349,6 +356,13 @@ def test_keywords_and_names():
     # Written as the known names are, and different from them.
     assert names == ["exchange_rate_dollars", "stolen_card", "card", "no_words_2"]
     assert distinct(["a", "A", "b"], ["b"]) == ["a", "A 2", "b 2"]
+
+
+def test_keywords_are_eight_at_most_and_one_of_a_word_and_its_plural():
+    texts = "card cards alpha beta gamma delta kappa sigma omega theta zeta".split()
+    words = keywords(texts, np.array([0] * 10 + [1]), 2)
+    assert words[0] == "alpha beta card delta gamma kappa omega sigma".split()
+    assert propose_names([["card", "lost", "found", "blue"]] * 2, []) == ["card lost", "card lost found"]
 
 
 def test_keywords_of_texts_without_spaces_or_words():

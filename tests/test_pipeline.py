@@ -45,7 +45,8 @@ def test_usage_and_bad_input(tmp_path):
     for processes in ("abc", "0", "1.5"):
         done = run_all("demo", "10", NPROC=processes)
         assert done.returncode == 2 and f"NPROC={processes}" in done.stderr
-    assert run_all("demo", "10", SEEDS=" ").returncode == 2
+    for seeds in (" ", "0 x", "0,1", "1 0 1"):
+        one_line_error(run_all("demo", "10", SEEDS=seeds), "SEEDS", "each once")
     done = run_all("atis", "10")
     assert done.returncode == 2 and "atis" in done.stderr and "Traceback" not in done.stderr
 

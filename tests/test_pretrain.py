@@ -8,8 +8,10 @@ from conftest import TINY_PRETRAIN, read_tsv
 from torch.nn.functional import cross_entropy, normalize
 
 import pretrain
-from encoder import Encoder
+import train_imbanid
+from encoder import Dropout, Encoder
 from make_lt_data import UserError, parse_args
+from seeding import class_means
 
 ON_CPU = torch.device("cpu"), torch.float32
 FAST = "--lr", 0.05, "--head_lr", 0.5  # an early epoch is the best of many
@@ -148,3 +150,46 @@ def test_words_are_replaced_at_the_rate_and_by_their_generator(encoder):
     assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
     ordinary = ~encoder.special(tokens)
     assert float((found[0] != tokens.values)[ordinary].float().mean()) == pytest.approx(0.25, abs=0.01)
+
+
+def test_what_is_minimised_is_the_sum_of_both_losses(tiny_run, tiny_encoder, tmp_path, monkeypatch):
+    parts, losses, loss_of, step = [], [], pretrain.batch_loss, pretrain.joint_step
+    monkeypatch.setattr(pretrain, "batch_loss", lambda *given: parts.append(loss_of(*given)) or parts[-1])
+    monkeypatch.setattr(pretrain, "joint_step", lambda loss, *given: losses.append(float(loss.detach())) or step(loss, *given))
+    pre_trained(tiny_run[0], tmp_path, tiny_encoder)
+    assert losses == pytest.approx([float((ce + mlm).detach()) for ce, mlm in parts])
+
+
+@pytest.mark.parametrize("stage, name", [("pretrain", "mask_tokens"), ("train_imbanid", "replace_tokens")])
+def test_a_drawing_serves_so_many_epochs(tiny_run, tiny_encoder, tmp_path, monkeypatch, stage, name):
+    drawn, steps, draw, step = [], [], getattr(Encoder, name), pretrain.joint_step
+    monkeypatch.setattr(Encoder, name, lambda self, *given: drawn.append((len(steps), given[-1].initial_seed())) or draw(
+        self, *given))
+    monkeypatch.setattr(pretrain, "joint_step", lambda *given: steps.append(0) or step(*given))
+    flags = "--epochs", "5"
+    if stage == "pretrain":
+        pre_trained(tiny_run[0], tmp_path, tiny_encoder, *flags, "--mask_epochs", 2)
+    else:
+        words = *tiny_run[0], *flags, "--batch_size", 64, "--min_steps", 0, "--view_epochs", 2, "--tag", "drawings"
+        train_imbanid.main(parse_args(train_imbanid.Args, [str(word) for word in words]))
+    assert [n for n, _ in drawn] == [0, 6, 12] and len({seed for _, seed in drawn}) == 3  # an epoch has three batches
+
+
+def test_the_classifier_starts_as_class_means_and_the_language_model_head_trains(tiny_run, tiny_encoder, encoder, tmp_path):
+    data = tiny_run[1] / "data/demo_g4_s0"
+    label, texts = torch.from_numpy(np.load(data / "train_label.npy")), [row[0] for row in read_tsv(data / "train.tsv")[1:]]
+    found = pre_trained(tiny_run[0], tmp_path / "still", tiny_encoder, "--epochs", 1, "--lr", 1e-12, "--head_lr", 1e-12)
+    z = normalize(encoder.all_features(encoder.trunk(encoder.tokenize(texts))), dim=1)
+    assert torch.allclose(found["classifier"], class_means(z, label, len(found["classifier"])), atol=1e-5)
+    moved = pre_trained(tiny_run[0], tmp_path / "moved", tiny_encoder, "--epochs", 9, "--max_steps", 4)
+    assert len(moved["log"]) == 2, "an epoch has three batches"
+    assert not any(torch.equal(moved["mlm_head"][name], value) for name, value in found["mlm_head"].items())
+
+
+def test_word_vectors_stay_frozen_in_a_limited_vocabulary(encoder):
+    encoder.limit_vocabulary(encoder.tokenize(["open the door"]))
+    assert not encoder._frozen[0].get_output_embeddings().weight.requires_grad
+
+
+def test_dropout_of_the_trained_layers_is_that_of_their_model(encoder):
+    assert [part.p for part in encoder.trained_layers.modules() if isinstance(part, Dropout)] == [0.1] * 3

@@ -28,6 +28,7 @@ import train_imbanid
 from encoder import Dropout, Encoder, Packed, attend, weights_sha256
 from make_lt_data import ThisProcessError, UserError, explain, parse_args, quoted, write_atomic
 from metrics import cluster_metrics
+from predict import Labeller
 from pretrain import held
 
 
@@ -571,7 +572,11 @@ def test_skip_refuse_and_restart(tiny_run, tmp_path, monkeypatch, capsys):
     capsys.readouterr()
     train(task, "--tag", "again")
     said = capsys.readouterr().out
-    assert "skipped" in said and "by code of" not in said
+    assert "skipped" in said and "by code of" not in said and "everything is in" in said
+    (out / "beta.npy").rename(out / "aside")
+    train(task, "--tag", "again")
+    (out / "aside").rename(out / "beta.npy")
+    assert f"{out}/ lacks beta.npy: to make it again remove {out}/results.json" in capsys.readouterr().out
     config = json.loads((out / "results.json").read_text())["config"]
     write_atomic(tmp_path / "results.json", json.dumps({"method": "imbanid", "commit": "abc", "config": config}))
     monkeypatch.setattr(train_imbanid, "commit", lambda: "def")
@@ -1334,3 +1339,59 @@ def test_an_encoder_whose_tokenizer_has_more_tokens_than_its_model(tiny_encoder,
     tokenizer.save_pretrained(folder)
     with pytest.raises(UserError, match="its tokenizer has"):
         Encoder(str(folder), 32, torch.device("cpu"), torch.float32)
+
+
+def test_what_the_estimate_is_given_and_its_bounds(monkeypatch):
+    got, args = [], train_imbanid.Args(num_classes="auto", seed=3)
+    meta = {"num_classes": 8, "num_known": 4, "num_unlabelled": 90, "num_test": 60, "labeled_ratio": 0.2}
+    monkeypatch.setattr(train_imbanid, "estimate_num_classes", lambda *given: got.append(given) or 70)
+    z, label = ({split: torch.full((2, 2), value) for split, value in (("train", a), ("dev", a + 1))} for a in (0.0, 5.0))
+    assert train_imbanid.resolve_num_classes(args, z, label, meta, 0) == 60, "of a benchmark k-means is fitted on test too"
+    assert train_imbanid.resolve_num_classes(args, z, label, {**meta, "own": True, "num_dev": 3}, 0) == 70
+    for given, sizes in zip(got, (0.2, 0.0), strict=True):  # nobody says how an own table's labelled rows were chosen
+        assert given[:4] == (z["train"], label["train"], z["dev"], label["dev"])
+        assert given[4:] == ((30.0, 5.0, 300, sizes), 3)
+
+
+def test_batches_are_of_one_size_and_the_log_is_of_means(tiny_run, monkeypatch):
+    sizes, parts, step, loss_of = [], [], pretrain.joint_step, train_imbanid.batch_loss
+    monkeypatch.setattr(pretrain, "joint_step", lambda loss, optimizer, where, rows, *more: sizes.append(len(rows)) or step(
+        loss, optimizer, where, rows, *more))
+
+    def batch_loss(*given):
+        found = loss_of(*given)
+        parts.append([float(x) for x in found[1:]])
+        return found
+
+    monkeypatch.setattr(train_imbanid, "batch_loss", batch_loss)
+    _, out = train(tiny_run[0], "--epochs", 1, "--batch_size", 150, "--tau_g", 0.2, "--tag", "batches")
+    state = torch.load(out / "last.pt", weights_only=True)
+    assert sizes == [87, 87]
+    assert [state["log"][0][key] for key in ("contrastive", "ce")] == pytest.approx(np.mean(parts, 0), rel=1e-5)
+    beta = state["assigned"][2]
+    assert [state["log"][0][key] for key in ("beta_min", "beta_max")] == pytest.approx([float(beta.min()), float(beta.max())])
+
+
+def test_shares_of_kmeans_sum_to_one():
+    z = normalize(torch.randn(40, 4, generator=torch.Generator().manual_seed(0)), dim=1)
+    result = train_imbanid.kmeans_result(z, z[:4], 40, 0)
+    assert torch.allclose(result.beta.float(), result.plan.argmax(1).bincount(minlength=4) / 40)
+
+
+def test_the_seeding_reads_pre_trained_features(tiny_run, tiny_encoder, tmp_path, monkeypatch):
+    words = *tiny_run[0][:-1], tmp_path, "--encoder", tiny_encoder, *TINY_PRETRAIN, "--lr", 0.01
+    pretrain.main(parse_args(pretrain.Args, [str(word) for word in words]))
+    given, seed = [], train_imbanid.seed_centres
+    monkeypatch.setattr(train_imbanid, "seed_centres", lambda z, *more: given.append(z) or seed(z, *more))
+    _, out = train((*tiny_run[0][:-1], tmp_path), "--epochs", 0)
+    assert np.allclose(given[0], np.load(out / "train_feature.npy"), atol=1e-3)
+
+
+def test_new_texts_get_the_heads_probabilities(tiny_run):
+    _, out = train(tiny_run[0], "--head_lr", 3.0, "--tag", "labeller")
+    state, z = torch.load(out / "last.pt", weights_only=True), torch.from_numpy(np.load(out / "test_feature.npy"))
+    texts = [row[0] for row in read_tsv(tiny_run[1] / "data/demo_g4_s0/test.tsv")[1:]]
+    cluster, names, shares = Labeller(state, {k: str(k) for k in range(8)}, "cpu", "float32")(texts)
+    best = (z @ normalize(state["head"], dim=1).T / state["config"]["temperature"]).softmax(1).topk(3, dim=1)
+    assert torch.allclose(torch.tensor(shares), best.values, atol=1e-4) and cluster == best.indices[:, 0].tolist()
+    assert [[int(name) for name in row] for row in names] == best.indices.tolist()
