@@ -43,7 +43,7 @@ fi
 here=$PWD
 cd "$(dirname "$0")"
 seeds=${SEEDS:-${SEED:-0}}
-if ! [[ $seeds =~ ^\ *[0-9]+(\ +[0-9]+)*\ *$ ]] || [ -n "$(printf '%s\n' $seeds | sort | uniq -d)" ]; then
+if ! [[ $seeds =~ ^[[:space:]]*([0-9]+([[:space:]]+|$))+$ ]] || [ -n "$(printf '%s\n' $seeds | sort | uniq -d)" ]; then
     echo "run_all.sh: SEEDS='$seeds' must be numbers, each once, such as SEEDS='0 1 2'" >&2
     exit 2
 fi

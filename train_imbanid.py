@@ -280,8 +280,8 @@ def print_results(results, out):
              "beta.npy").split()
     there = [name for name in files if (out / name).exists()]
     print(f"everything is in {out}/: {', '.join(there)}" if there == files else
-          f"{out}/ lacks {', '.join(sorted({*files} - {*there}))}: to make it again remove {out}/results.json and run the same "
-          "command")
+          f"{out}/ lacks {', '.join(sorted({*files} - {*there}))}: to make it again remove {out}/results.json and last.pt and "
+          "run the same command")
 
 
 def seeding_settings(args, meta):

@@ -576,7 +576,7 @@ def test_skip_refuse_and_restart(tiny_run, tmp_path, monkeypatch, capsys):
     (out / "beta.npy").rename(out / "aside")
     train(task, "--tag", "again")
     (out / "aside").rename(out / "beta.npy")
-    assert f"{out}/ lacks beta.npy: to make it again remove {out}/results.json" in capsys.readouterr().out
+    assert f"{out}/ lacks beta.npy: to make it again remove {out}/results.json and last.pt" in capsys.readouterr().out
     config = json.loads((out / "results.json").read_text())["config"]
     write_atomic(tmp_path / "results.json", json.dumps({"method": "imbanid", "commit": "abc", "config": config}))
     monkeypatch.setattr(train_imbanid, "commit", lambda: "def")
