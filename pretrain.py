@@ -644,7 +644,7 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
     save_checkpoint(done, **best, config=config, log=log, seconds=seconds, commit=code, processes=world)
     part.unlink(missing_ok=True)
     kept = (f"kept epoch {best['epoch']} with dev loss {best['dev_loss']:.4f} and accuracy {best['dev_accuracy']:.2f}"
-            if dev_decides else "kept the last one, without dev rows of two classes to choose by")
+            if dev_decides else "kept the last one: no dev rows of two classes to choose by")
     print(f"pre-training: {epoch} epochs in {seconds:.0f} s, {kept}; written to {done}")
 
 

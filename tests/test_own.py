@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import PATIENCE, REPO, TINY_PRETRAIN, TINY_TRAIN, one_line_error, read_tsv, script
+from torch.nn.functional import normalize
 
 import make_lt_data
 from make_lt_data import (
@@ -428,6 +429,16 @@ def test_from_csv_to_report_with_one_command(own_run):
     assert len({line["name"].casefold() for line in clusters}) == len(clusters)
     assert {line["known"] for line in clusters} == {"yes", "no"} and sum(line["known"] == "yes" for line in clusters) == 5
     assert abs(sum(float(line["share"]) for line in clusters) - 100) < 0.1
+    sizes = [int(line["size"]) for line in clusters]
+    assert sizes == sorted(sizes, reverse=True)
+    head = normalize(load_checkpoint(run / "last.pt")["head"], dim=1).numpy()
+    place, feature = np.load(run / "train_row.npy"), np.load(run / "train_feature.npy").astype(np.float32)
+    for line in clusters:
+        own = [row for row, of in enumerate(assigned) if of["cluster"] == line["id"]]
+        assert float(line["confidence"]) == pytest.approx(np.mean([float(assigned[row]["confidence"]) for row in own]), abs=0.2)
+        near = feature[place[own]] @ head[int(line["id"])]  # the most typical text is the nearest to the cluster's centre
+        best = [" ".join(assigned[row]["text"].split()) for row, value in zip(own, near) if value > near.max() - 1e-3]
+        assert " ".join(line["example_1"].split()) in best
     page = (run / "report.html").read_text()
     assert "</script><b>" not in page and "\\u003c/script" in page and not re.search(r"(src|href)=.https?:", page)
     assert (run / "figures/class_sizes.png").exists() and str(run.relative_to(folder)) in said
