@@ -354,7 +354,10 @@ def find_checkpoint(path, config, args, rank, world, device):
 
 @contextmanager
 def held(folder):
-    """Lock the folder of a run's files while the block runs. Yields whether no other process has it locked."""
+    """Lock the folder of a run's files while the block runs. Yields whether no other process has it locked.
+
+    Raises PermissionError where nothing can be written to it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK):  # said now, and not at the first checkpoint
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
@@ -602,7 +605,7 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
         start -= found["seconds"]
 
     def save(epoch, step, sums):
-        rng = dropout_state(device) if step else None
+        rng = dropout_state(device) if step else None  # of all processes, so on each
         if rank == 0:
             save_checkpoint(part, **state(), optimizer=optimizer.state_dict(), epoch=epoch, step=step, sums=sums.cpu(), log=log,
                             rng=rng, best=best, config=config, seconds=time.monotonic() - start)

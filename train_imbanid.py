@@ -278,10 +278,9 @@ def print_results(results, out):
           f"{ahead - results['ss_kmeans_raw']['ACC']:+.2f} against semi-supervised k-means on raw features")
     files = ("results.json log.jsonl last.pt test_pred.npy train_feature.npy test_feature.npy pseudo_label.npy confidence.npy "
              "beta.npy").split()
-    there = [name for name in files if (out / name).exists()]
-    print(f"everything is in {out}/: {', '.join(there)}" if there == files else
-          f"{out}/ lacks {', '.join(sorted({*files} - {*there}))}: to make it again remove {out}/results.json and last.pt and "
-          "run the same command")
+    missing = [name for name in files if not (out / name).exists()]
+    print(f"{out}/ lacks {', '.join(missing)}: to make it again remove {out}/results.json and last.pt and run the same command"
+          if missing else f"everything is in {out}/: {', '.join(files)}")
 
 
 def seeding_settings(args, meta):
@@ -530,7 +529,7 @@ def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, s
                 {"rot_iterations": result.n_iter, "rot_residual": result.residual})
 
     def save(epoch, step, sums):
-        rng = dropout_state(encoder.device) if step else None
+        rng = dropout_state(encoder.device) if step else None  # of all processes, so on each
         if rank == 0:
             write_atomic(out / "log.jsonl", "".join(json.dumps(line) + "\n" for line in log))
             save_checkpoint(out / "last.pt", trained_layers=trained_state(encoder.trained_layers), trunk=encoder.fingerprint,

@@ -781,19 +781,18 @@ def test_a_killed_pre_training_goes_on_and_ends_the_same(tiny_run, tiny_encoder,
 
 @pytest.mark.parametrize("stage", ["train_imbanid.py", "pretrain.py"])
 def test_two_processes_that_were_stopped_within_epochs_end_the_same(tiny_run, tiny_encoder, tmp_path, stage):
-    task, steps = tiny_run[0], []
-    flags = (*(TINY_TRAIN if stage == "train_imbanid.py" else TINY_PRETRAIN), "--epochs", 3, "--max_steps", 5000,
-             "--batch_size", 2)  # an epoch has more than SAVE_STEPS batches
+    task, folders, steps, moment = tiny_run[0], [tmp_path / "unbroken", tmp_path / "broken"], [], random.Random(1)
+    flags = ("--epochs", 3, "--max_steps", 5000, "--batch_size", 2)  # an epoch has more than SAVE_STEPS batches
     if stage == "pretrain.py":
-        flags += ("--encoder", tiny_encoder)
+        flags, run, saved = (*TINY_PRETRAIN, *flags, "--encoder", tiny_encoder), "demo_g4_s0", "pretrain_part.pt"
     else:
-        shutil.copytree(tiny_run[1] / "out/demo_g4_s0", tmp_path / "unbroken/demo_g4_s0")
-        shutil.copytree(tiny_run[1] / "out/demo_g4_s0", tmp_path / "broken/demo_g4_s0")
-        flags += ("--tag", "two")
-    whole, broken = ((*task[:-1], tmp_path / name, *flags) for name in ("unbroken", "broken"))
+        flags, run, saved = (*TINY_TRAIN, *flags, "--tag", "two"), "demo_g4_s0_two", "last.pt"
+        for folder in folders:
+            shutil.copytree(tiny_run[1] / "out/demo_g4_s0", folder / "demo_g4_s0")
+    whole, broken = ((*task[:-1], folder, *flags) for folder in folders)
+    other, out = (folder / run for folder in folders)
+    last = out / saved
     script(stage, *whole, nproc=2)
-    out = tmp_path / ("broken/demo_g4_s0_two" if stage == "train_imbanid.py" else "broken/demo_g4_s0")
-    last, moment = out / ("last.pt" if stage == "train_imbanid.py" else "pretrain_part.pt"), random.Random(1)
     for which in (signal.SIGTERM, signal.SIGKILL, signal.SIGTERM):
         before = last.stat().st_mtime_ns if last.exists() else 0
         both = start_ranks([REPO / stage, *broken], 2)
@@ -806,7 +805,6 @@ def test_two_processes_that_were_stopped_within_epochs_end_the_same(tiny_run, ti
         steps += [pretrain.load_checkpoint(last)["step"]] if last.exists() else []
     assert any(step % pretrain.SAVE_STEPS for step in steps), "no checkpoint of a signal"
     script(stage, *broken, nproc=2)
-    other = Path(str(out).replace("broken", "unbroken"))
     if stage == "pretrain.py":
         ends = [pretrain.load_checkpoint(folder / "pretrain.pt") for folder in (out, other)]
         assert ends[0]["log"] == ends[1]["log"] and ends[0]["config"]["weights"] == ends[1]["config"]["weights"]
