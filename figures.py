@@ -71,8 +71,6 @@ ROWS = (("ImbaNID", "test"), ("ImbaNID, protocol T", "test_kmeans"), ("k-means, 
         ("semi-supervised k-means, raw", "ss_kmeans_raw"), ("k-means, pre-trained features", "kmeans_pretrained"))
 COLUMNS = ("ACC", "NMI", "ARI", "known", "novel", "head", "medium", "tail")
 GROUPS = COLUMNS[-3:]
-LEADS = {("test", "ACC"): "C", ("test", "tail"): "tail (C)", ("test_kmeans", "ACC"): "T"}
-ENDS = ("test", "test_held", "test_seeded")  # under C: a method's own last clustering, GCD's in its place, ImbaNID's seeding
 METHOD_COLUMNS = (*(f"{c} (C)" for c in COLUMNS[:5]), "ACC (T)", "epochs", "seconds")
 HELD = ", labels held"  # behind a method's title: its features, with GCD's end instead of its own under C
 CUT = ", cut short"  # likewise: on a shorter schedule than the published one, whose runs have the tag "full"
@@ -144,7 +142,8 @@ def spread(runs, key):
     """
     first, *others = ({f: run[f] for f in ("dataset", "gamma", "encoder", "method", "tag")} | settings(run) for run in runs)
     for other in others:
-        for flag, value in changed(first, other):
+        if different := changed(first, other):
+            flag, value = different[0]
             raise UserError(f"these runs of {first['method']} on {first['dataset']} differ in more than the seed ({flag} "
                             f"{first[flag]!r}, {value!r}): take their means one by one, and for a table remove some of them "
                             "from results/")
@@ -188,7 +187,7 @@ def print_mean(folders):
 
 
 def markdown(columns, rows):
-    """A table in Markdown, "" without rows: put_tables then leaves it out."""
+    """A table in Markdown, "" without rows: make_tables then leaves it out."""
     if not rows:
         return ""
     return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in (columns, ["---"] * len(columns), *rows))
@@ -351,11 +350,11 @@ def compared(folder, more=False):
     A method of one's own that lacks one of these is left out. more: where ImbaNID has more seeds than that, the methods that
     have these too follow once more.
     """
-    found, groups = by_cell(folder), []
-    for key in in_order(found):
-        shared, ours = shared_seeds(found[key]), set(found[key].get("ImbaNID", ()))
+    cells, groups = by_cell(folder), []
+    for key in in_order(cells):
+        shared, ours = shared_seeds(cells[key]), set(cells[key].get("ImbaNID", ()))
         for seeds in (shared, ours) if more and ours > shared else (shared,):
-            by_method = {title: [runs[seed] for seed in sorted(seeds)] for title, runs in found[key].items()
+            by_method = {title: [runs[seed] for seed in sorted(seeds)] for title, runs in cells[key].items()
                          if seeds and runs.keys() >= seeds}
             if len(by_method) > 1:
                 groups.append((key, sorted(seeds), dict(sorted(by_method.items(), key=title_place))))
@@ -367,25 +366,21 @@ def headline_table(folder="results"):
 
     Of the encoder with which all of them have been run; ImbaNID's also with others, where these have the same seeds.
     """
-    rows, kmeans = [], ("semi-sup. k-means, pretrained features", "semi-sup. k-means, raw features", "k-means, raw features")
-    ours, more = own_runs(folder), {}
+    kmeans = "semi-sup. k-means, pretrained features", "semi-sup. k-means, raw features", "k-means, raw features"
+    ours, others, rows = own_runs(folder), [METHODS[method] for method in PAPER_METHODS], []
     for (dataset, gamma, encoder), seeds, by_method in compared(folder):
         acc = {title: mean_of(runs, "test") for title, runs in by_method.items()}
-        others = [METHODS[method] for method in PAPER_METHODS]
         if gamma == 10 and acc.keys() >= {"ImbaNID", *others, *kmeans}:
             best = max((title for title in acc if title.removesuffix(HELD).removesuffix(CUT) in others), key=acc.get)
-            rows.append([CORPORA[dataset][0], f"**{acc['ImbaNID']:.1f}**", f"{PAPER[dataset, gamma][0]:.1f}",
-                         f"{acc[best]:.1f} ({best})", *(f"{acc[title]:.1f}" for title in kmeans)])
-            for (*split, other), runs in sorted(ours.items()):
-                if split == [dataset, gamma] and other != encoder and runs.keys() >= set(seeds):
-                    found = mean_of([runs[seed] for seed in seeds], "test")
-                    more.setdefault(other, {})[len(rows) - 1] = f"{found:.1f}"
-    columns = ["corpus", "ImbaNID, here", "ImbaNID, paper (BERT-base)", "best of the six compared methods", *kmeans]
-    for other, cells in more.items():
-        columns.insert(2, f"ImbaNID, {Path(other).name}")
-        for i, row in enumerate(rows):
-            row.insert(2, cells.get(i, "-"))
-    return markdown(columns, rows)
+            more = {other: f"{mean_of([runs[seed] for seed in seeds], 'test'):.1f}" for (*split, other), runs in ours.items()
+                    if split == [dataset, gamma] and other != encoder and runs.keys() >= set(seeds)}
+            rows.append(([CORPORA[dataset][0], f"**{acc['ImbaNID']:.1f}**"], more,
+                         [f"{PAPER[dataset, gamma][0]:.1f}" if (dataset, gamma) in PAPER else "", f"{acc[best]:.1f} ({best})",
+                          *(f"{acc[title]:.1f}" for title in kmeans)]))
+    encoders = sorted({other for _, more, _ in rows for other in more})
+    columns = ["corpus", "ImbaNID, here", *(f"ImbaNID, {Path(other).name}" for other in encoders),
+               "ImbaNID, paper (BERT-base)", "best of the six compared methods", *kmeans]
+    return markdown(columns, [[*left, *(more.get(other, "-") for other in encoders), *right] for left, more, right in rows])
 
 
 def overview(folder, numbers):
@@ -419,10 +414,11 @@ def groups_table(folder="results"):
 
 def leads_table(folder="results"):
     """baselines/README.md's table of what ImbaNID has above, or below, the best of the six and the best k-means row."""
+    leads = {("test", "ACC"): "C", ("test", "tail"): "tail (C)", ("test_kmeans", "ACC"): "T"}
     rows, kinds = [], {"the six": PAPER_METHODS, "k-means": ("kmeans",)}
     for (dataset, gamma, _), seeds, by_method in compared(folder):
         cells = [CORPORA[dataset][0], f"{gamma:g}", " ".join(map(str, seeds))]
-        for row, column in LEADS:
+        for row, column in leads:
             ours = scores_of(by_method.get("ImbaNID", ()), row, column)
             for methods in kinds.values():
                 others = {title.replace("k-means, ", "").removesuffix(" features"): scores_of(runs, row, column)
@@ -430,7 +426,7 @@ def leads_table(folder="results"):
                 told = len(ours) and not np.isnan(ours).any() and (column != "tail" or gamma > 1)  # 1 has no tail
                 cells.append(lead(ours, others) if told else "-")
         rows.append(cells)
-    columns = [f"{name}, {kind}" for name in LEADS.values() for kind in kinds]
+    columns = [f"{name}, {kind}" for name in leads.values() for kind in kinds]
     return markdown(("corpus", "gamma", "seeds", *columns), rows)
 
 
@@ -458,7 +454,8 @@ def ends_table(folder="results"):
             seeded |= runs
     rows, titles = [], [title for title, _ in sorted(seeded.items(), key=title_place)]
     for (dataset, gamma, _), seeds, ours, runs in found:
-        means = {title: [scores_of(of, row).mean() for row in ENDS] for title, of in runs.items()}
+        means = {title: [scores_of(of, row).mean() for row in ("test", "test_held", "test_seeded")]
+                 for title, of in runs.items()}
         cells = [" / ".join("-" if np.isnan(x) else f"{x:.1f}" for x in means.get(title, [np.nan])) for title in titles]
         others = {title: scores_of(of, "test_seeded") for title, of in runs.items() if of[0]["method"] != "kmeans"}
         rows.append([CORPORA[dataset][0], f"{gamma:g}", " ".join(map(str, seeds)), *cells, f"{ours.mean():.1f}",
@@ -669,8 +666,6 @@ def panels(n=1, height=4.2, across=3):
     """n axes on a figure 9 inches wide, README's 900 pixels. Returns (figure, axes)."""
     import matplotlib
     from matplotlib import figure, font_manager
-    if not n:
-        raise UserError("its file holds nothing to draw")
     fonts = {font.name for font in font_manager.fontManager.ttflist}.intersection(FONTS)
     matplotlib.rcParams.update({"font.size": 10, "font.family": ["DejaVu Sans", *sorted(fonts)], "axes.titlesize": 10,
                                 "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False})
@@ -695,9 +690,9 @@ def benchmark_of(run):
 
 
 def tsne(feature, rows):
-    """Positions in rows of at most MAP_ROWS of them, and their (n, 2) t-SNE in the unit square, the same at every call.
+    """Which of `rows` are drawn, all or MAP_ROWS of them, and their (n, 2) t-SNE in the unit square, the same at every call.
 
-    feature: (N, H). rows: int (n,), rows of it.
+    feature: (N, H). rows: int, rows of it. Returns (int (n,), positions in `rows`; float (n, 2)).
     """
     from sklearn.manifold import TSNE
     if len(rows) < 5:
@@ -712,14 +707,17 @@ def tsne(feature, rows):
 
 def class_sizes(run):
     """Training rows of each class, or of each found cluster of own data, the largest first."""
-    counts, num_known = benchmark_of(run)[2:] if not run.get("own") else (
-        np.bincount(np.load(run["folder"] / "pseudo_label.npy"), minlength=run["num_classes"]), run["num_known"])
+    if run.get("own"):
+        counts = np.bincount(np.load(run["folder"] / "pseudo_label.npy"), minlength=run["num_classes"])
+        num_known, unit, of = run["num_known"], "different texts", "clusters"
+    else:
+        counts, num_known = benchmark_of(run)[2:]
+        unit, of = "training rows", "classes"
     order = np.argsort(-counts, kind="stable")
     figure, (axis,) = panels()
     for rows, name, colour, face in ((order < num_known, "known", COLOURS[0], COLOURS[0]),
                                      (order >= num_known, "new", COLOURS[1], "none")):
         axis.scatter(1 + np.flatnonzero(rows), counts[order][rows], 30, facecolors=face, edgecolors=colour, label=name)
-    unit, of = ("different texts", "clusters") if run.get("own") else ("training rows", "classes")
     axis.set(yscale="log", ylabel=f"{unit} (log scale)", xlabel=f"{of}, by size")
     axis.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
     axis.yaxis.set_major_formatter("{x:g}")
@@ -780,6 +778,8 @@ def epochs(run):
                              ("rot_iterations", "steps of the transport (or of k-means)", "linear"),
                              ("rot_residual", "residual of the transport (log scale)", "log"))
              if log and all(line.get(row[0]) is not None for line in log)]
+    if not shown:
+        raise UserError("its file holds nothing to draw")
     figure, axes = panels(len(shown), height=3.4)
     for axis, (key, title, scale) in zip(axes, shown):
         values = np.maximum([line[key] for line in log], 1e-17)
@@ -823,14 +823,14 @@ def varied(runs, key, same=None):
     These are runs that agree in the settings named in `same`, or else in all but key, the flag set together with it (WITH_IT),
     the seed, the tag and the data; of the pre-training trained_layers counts, which no flag of stage 3 repeats.
     """
-    left_out, found = (key, WITH_IT.get(key), "seed", "tag", "pretrain", "data"), {}
+    ignored, found = (key, WITH_IT.get(key), "seed", "tag", "pretrain", "data"), {}
     for run in runs:
         config = {**run["config"], "tag": run.get("tag", ""), "encoder": run["encoder"], "method": run["method"],
                   "processes": run.get("processes", 1)}
         config["lambda2"] = config.get("lambda2") or (2.0 if config["gamma"] > 1 else 7.0)  # what train_imbanid.py makes of 0
         pre = config.get("pretrain") or {}
         config = {"dtype": pre.get("dtype"), "trained_layers": pre.get("trained_layers", 1)} | config  # older files lack them
-        rest = {k: v for k, v in config.items() if (k in same if same else k not in left_out)}
+        rest = {k: v for k, v in config.items() if (k in same if same else k not in ignored)}
         title = CORPORA[run["dataset"]][0] + ("" if key == "gamma" else f", gamma {run['gamma']:g}")
         found.setdefault(json.dumps(rest, sort_keys=True), (title, {}))[1].setdefault(config.get(key), []).append(run)
     return [(title, dict(sorted(by_value.items()))) for title, by_value in found.values() if len(by_value) > 1]
@@ -935,53 +935,64 @@ def attempt(path, build, *given):
     """Write the picture or page that build(*given) makes and say so, or why not. Returns whether it was made."""
     try:
         made = build(*given)
-    except (UserError, OSError, ValueError, KeyError, IndexError, EOFError) as err:
-        said = f"{err.filename} is missing" if isinstance(err, FileNotFoundError) else err
-        kept = ", an older one stays" if path.exists() else ""
-        known = isinstance(err, (UserError, OSError))
-        print(f"{path} left out{kept}: {said if known else f'a file it needs is damaged or of another run ({err!r})'}")
-        return False
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, made if isinstance(made, str) else lambda f: made.savefig(f, format="png", dpi=150))
-    print(path)
-    return True
+    except FileNotFoundError as err:
+        why = f"{err.filename} is missing"
+    except (UserError, OSError) as err:
+        why = str(err)
+    except (ValueError, KeyError, IndexError, EOFError) as err:
+        why = f"a file it needs is damaged or of another run ({err!r})"
+    else:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, made if isinstance(made, str) else lambda f: made.savefig(f, format="png", dpi=150))
+        print(path)
+        return True
+    print(f"{path} left out{', an older one stays' if path.exists() else ''}: {why}")
+    return False
 
 
 def draw(paths):
-    runs, stale = [], []
+    runs = []
     for path in dict.fromkeys(map(Path, paths)):
         kept = path.suffix == ".json"  # of results/: for what compares runs alone
         if not (path if kept else path / "results.json").is_file() or "config" not in (run := read_results(path)):
             raise UserError(f"{path} is no run that has finished; {USAGE}")
         runs.append({**run, "folder": Path("out") / path.stem if kept else path, "kept": kept})
-    for run in [run for run in runs if not run["kept"]]:
-        if run.get("own"):
-            print(f"{run['folder']}: own data has no true classes, so tsne_map, groups and confusion are left out")
-        builds = [class_sizes] if run.get("own") else [class_sizes, tsne_map, groups, confusion]
-        builds += [epochs] if run["method"] == "imbanid" else []
-        files = {build: run["folder"] / "figures" / f"{build.__name__}.png" for build in builds}
-        pictures = {file: build.__doc__ for build, file in files.items() if attempt(file, build, run)}
-        if run["method"] == "imbanid":
-            page = run["folder"] / "report.html"
-            if not attempt(page, report, run, pictures) and (run["folder"] / "clusters.csv").exists():
-                stale.append(page)
+    stale = [run for run in runs if not run["kept"] and not draw_run(run)]
+    if not draw_comparisons(runs) and all(run["kept"] for run in runs):
+        raise UserError("these files differ in no setting that a picture shows: pass runs that do, or folders of out/")
+    if stale:
+        raise UserError(f"{stale[0]['folder']}/report.html could not be made, for the reason above: mend that and run the same "
+                        "command again")
+
+
+def draw_run(run):
+    """The pictures of a run and its page. Returns False where that could not be made though there is a clusters.csv."""
+    if run.get("own"):
+        print(f"{run['folder']}: own data has no true classes, so tsne_map, groups and confusion are left out")
+    builds = [class_sizes] if run.get("own") else [class_sizes, tsne_map, groups, confusion]
+    builds += [epochs] if run["method"] == "imbanid" else []
+    files = {build: run["folder"] / "figures" / f"{build.__name__}.png" for build in builds}
+    pictures = {file: build.__doc__ for build, file in files.items() if attempt(file, build, run)}
+    if run["method"] != "imbanid":
+        return True
+    return attempt(run["folder"] / "report.html", report, run, pictures) or not (run["folder"] / "clusters.csv").exists()
+
+
+def draw_comparisons(runs):
+    """A picture for each setting in which runs differ. Returns whether there is any such setting."""
     differing, alike = False, "dataset method gamma known_ratio labeled_ratio encoder omega lambda2".split()
     for key, build, same in (("gamma", gamma_curves, ("dataset",)), ("omega", setting_curves, None),
                              ("lambda2", setting_curves, None), ("known_ratio", setting_bars, None),
                              ("tag", setting_bars, alike)):
         differ = varied([run for run in runs if "test" in run], key, same)
         found = differ if build is gamma_curves else on_shared_seeds(differ)
+        differing = differing or bool(differ)
         if len(found) < len(differ):
             missing = ", ".join(title for title, _ in differ if title not in dict(found))
             print(f"{key}: runs of {missing} left out, since no seed has all values")
-            differing = True
         if found:
             attempt(runs[0]["folder"].resolve().parent / "figures" / f"{key}.png", build, found, key)
-            differing = True
-    if not differing and all(run["kept"] for run in runs):
-        raise UserError("these files differ in no setting that a picture shows: pass runs that do, or folders of out/")
-    if stale:
-        raise UserError(f"{stale[0]} could not be made, for the reason above: mend that and run the same command again")
+    return differing
 
 
 def keep(paths):
@@ -1002,11 +1013,20 @@ def keep(paths):
         write_atomic(target, json.dumps(run, indent=1) + "\n")
 
 
-def put_tables(tables, paths):
-    """Print Markdown tables, or with documents' paths put each into these, in place of the one with its header."""
+def make_tables(paths):
+    """Print the tables of results/, or with documents' paths put each into these, in place of the one with its header."""
+    if not read_kept("results", ratios=None):
+        raise UserError("no runs in results/ to make tables of: start in the repository's folder, or keep a run first")
+    tables = {build.__name__: build() for build in TABLES}
+    empty = [name for name, table in tables.items() if not table]
+    for title in left_out("results"):
+        print(f"left out: {title}, which lacks seeds that the others have", file=sys.stderr)
+    tables = "\n\n".join(filter(None, tables.values()))
     if not paths:
         print(tables)
         return
+    if empty:
+        print("empty, and as they were in the documents: " + ", ".join(empty), file=sys.stderr)
     if missing := [path for path in paths if not Path(path).is_file()]:
         raise UserError(f"{missing[0]} is no document whose tables could be replaced")
     heads, placed = {table.splitlines()[0]: table for table in tables.split("\n\n")}, set()
@@ -1023,27 +1043,19 @@ def put_tables(tables, paths):
 
 
 def main(words):
-    command, paths = (words or [""])[0], words[1:]
-    if not words or command in ("mean", "keep") and not paths:
-        raise UserError(USAGE)
-    if command in ("-h", "--help"):
-        print(f"{USAGE}\n\n{__doc__}")
-    elif command == "mean":
-        print_mean(paths)
-    elif command == "keep":
-        keep(paths)
-    elif command == "table":
-        if not read_kept("results", ratios=None):
-            raise UserError("no runs in results/ to make tables of: start in the repository's folder, or keep a run first")
-        tables = {build.__name__: build() for build in TABLES}
-        empty = [name for name, table in tables.items() if not table]
-        for title in left_out("results"):
-            print(f"left out: {title}, which lacks seeds that the others have", file=sys.stderr)
-        if empty and paths:
-            print("empty, and as they were in the documents: " + ", ".join(empty), file=sys.stderr)
-        put_tables("\n\n".join(filter(None, tables.values())), paths)
-    else:
-        draw(words)
+    match words:
+        case [] | ["mean" | "keep"]:
+            raise UserError(USAGE)
+        case ["-h" | "--help", *_]:
+            print(f"{USAGE}\n\n{__doc__}")
+        case ["mean", *folders]:
+            print_mean(folders)
+        case ["keep", *folders]:
+            keep(folders)
+        case ["table", *documents]:
+            make_tables(documents)
+        case _:
+            draw(words)
 
 
 PAGE = r"""<!doctype html><html lang="en"><meta charset="utf-8"><title>@TITLE@</title>

@@ -41,9 +41,9 @@ import urllib.request
 from collections import Counter
 from dataclasses import dataclass, fields
 from pathlib import Path
+from statistics import mode
 
 import numpy as np
-from tqdm import tqdm
 
 
 @dataclass
@@ -90,7 +90,7 @@ SPLITS = ("train", "dev", "test")
 TASK = ("dataset", "gamma", "seed", "known_ratio", "labeled_ratio")  # what tells one benchmark task from another, for run_name
 MOST = {int: 1e18, float: 1e38}  # a flag's number must be below, where 64-bit integers and float32 end
 NO_MEMORY = "out of memory|t allocate memory"  # torch says it by a RuntimeError
-TABLES = (".csv", ".tsv", ".jsonl", ".json")
+TABLE_ENDINGS = (".csv", ".tsv", ".jsonl", ".json")
 TEXT_NAMES = ("text", "utterance", "message", "query", "question", "sentence", "body", "content", "input", "description")
 LABEL_NAMES = ("label", "intent", "category", "class", "topic", "tag", "target")
 LIKE_NONE = ("na", "n/a", "nan", "none", "null", "nil", "-", "--", "?", "unknown", "unlabeled", "unlabelled", "tbd", "todo",
@@ -165,7 +165,7 @@ def file_sha256(path):
 def own_name(dataset):
     """What a table of one's own is called in folder names: my_utterances for ~/Inbox/my_utterances.csv or for itself."""
     path = Path(dataset)
-    name = re.sub(r"[^\w-]+", "_", path.stem if path.suffix.lower() in TABLES else path.name)
+    name = re.sub(r"[^\w-]+", "_", path.stem if path.suffix.lower() in TABLE_ENDINGS else path.name)
     return f"{name}_own" if re.fullmatch(f"({'|'.join(CORPORA)})(_g[0-9_]*)?", name) else name
 
 
@@ -192,26 +192,19 @@ def check_task(args):
 
 
 def download(url, path, sha256):
-    """Fetch url to path with a progress bar; the file appears under its name only when its sha256 is right."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = part_of(path)
+    """Fetch url, a megabyte at most, to path; the file appears only if its sha256 is right."""
     try:
-        with urllib.request.urlopen(url, timeout=30) as answer, open(part, "wb") as out:
-            total = int(answer.headers.get("Content-Length", 0)) or None
-            with tqdm(total=total, unit="B", unit_scale=True, desc=path.name, disable=not sys.stderr.isatty()) as bar:
-                while block := answer.read(1 << 16):
-                    out.write(block)
-                    bar.update(len(block))
-        found = file_sha256(part)
-        if found != sha256:
-            raise UserError(f"{url} has sha256 {found[:12]}..., expected {sha256[:12]}...: the download is broken or was "
-                            "changed; try again, or pass --raw_dir with a copy you trust")
-        os.replace(part, path)
+        with urllib.request.urlopen(url, timeout=30) as answer:
+            raw = answer.read()
     except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError, ValueError) as err:
         raise UserError(f"cannot download {url} ({getattr(err, 'reason', err)}): check the network, or pass --raw_dir with "
                         f"a folder that holds {path.parent.name}/{path.name}") from None
-    finally:
-        part.unlink(missing_ok=True)
+    found = hashlib.sha256(raw).hexdigest()
+    if found != sha256:
+        raise UserError(f"{url} has sha256 {found[:12]}..., expected {sha256[:12]}...: the download is broken or was "
+                        "changed; try again, or pass --raw_dir with a copy you trust")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, raw)
 
 
 def plain_text(text):
@@ -302,17 +295,18 @@ def records(file, path):
     try:
         first = file.readline()
         # A spreadsheet's empty row is delimiters alone; sep=; is how Excel says what delimits.
-        while kind in TABLES and first and (odd := re.fullmatch(r'(?:""|[\s,;|])*|"?sep=(.)"?\s*', first)):
+        while kind in TABLE_ENDINGS and first and (odd := re.fullmatch(r'(?:""|[\s,;|])*|"?sep=(.)"?\s*', first)):
             first, above, said = file.readline(), above + 1, odd[1] or said
         if kind in (".csv", ".tsv"):
             yield from delimited(file, path, first, above, said)
             return
         lines = without_nul(first, file, path)
-        if kind not in TABLES:
+        if kind not in TABLE_ENDINGS:
             yield from ({"text": line.rstrip("\r\n")} for line in lines if line)
             return
         whole = first.lstrip().startswith("[")
-        for number, row in enumerate(json.loads("".join(lines)) if whole else filter(str.strip, lines), 1):  # noqa: B007
+        for row in json.loads("".join(lines)) if whole else filter(str.strip, lines):
+            number += 1
             row = row if whole else json.loads(row)
             yield {plain_text(key): plain_text(as_cell(value)) for key, value in row.items()}
     except UnicodeDecodeError:
@@ -334,36 +328,44 @@ def way_out(row, columns, delimiter, other):
     return f"put column names that hold {delimiter!r} in quotes, or a row with all cells first"
 
 
+def header_lines(first, file):
+    """The lines of the header that begins with the line `first`: several where a quoted name goes on in the next one."""
+    lines = [first]
+    if first.count('"') % 2 and OPEN_NAME.search(first):
+        while line := file.readline():
+            lines.append(line)
+            if line.count('"') % 2:
+                break
+    return lines
+
+
 def delimited(file, path, first, above, said):
     """records of a .csv or .tsv. first: the line its header begins with, which has `above` others above it.
 
     said: the delimiter, where one of these says so.
     """
-    full, short = False, []  # full: whether a row had all cells; short: the lines of those that had not
-    between = behind = 0  # empty lines between rows, and behind the last one
-    alone = []  # the first cells of a table with one column
-    long = []  # the lines of rows in which a quote may have swallowed others
-    head = [first]  # the lines of the header, which the reader takes for one
-    if first.count('"') % 2 and OPEN_NAME.search(first):  # a name goes on in the next line
-        while line := file.readline():
-            head.append(line)
-            if line.count('"') % 2:
-                break
-    first, above, begin = "".join(head), above + len(head) - 1, 2 - len(head)
+    begin = above + 1  # the line in which begins what the reader reads next, for the error if that fails
+    head = header_lines(first, file)
+    first, above = "".join(head), above + len(head) - 1  # the reader takes the header for one line
     bare = re.sub('"[^"]*"', "", first)  # a comma in a quoted name delimits nothing
     delimiter = said or ("\t" if Path(path).suffix.lower() == ".tsv" and "\t" in first else max(DELIMITERS, key=bare.count))
     # A header of one name has no delimiter: no text holds a unit separator, so commas in unquoted texts do no harm.
     reader = csv.reader(without_nul(first, file, path), strict=True, delimiter=delimiter if delimiter in bare else "\x1f",
                         skipinitialspace=f"{delimiter} " in bare)  # which would hide a quote behind it
+    full, short = False, []  # full: whether a row had all cells; short: the lines of those that had not
+    between = behind = 0  # empty lines between rows, and behind the last one
+    alone = []  # the first cells of a table with one column
+    long = []  # the lines of rows in which a quote may have swallowed others
     try:
         columns = [plain_text(name).strip().strip(UNSEEN) for name in next(reader, [])]
         columns = [name or f"column {n}" for n, name in enumerate(columns, 1)]  # a spreadsheet saves empty columns too
         twice = next((name for name in columns if columns.count(name) > 1), None)
         if twice is not None:
             raise UserError(f"{path} has several columns called {twice!r}: give each a name of its own")
-        begin = reader.line_num + 1
+        begin = above + reader.line_num + 1
         for row in reader:
-            line, begin = above + reader.line_num, reader.line_num + 1  # of the next row, if the reader fails in it
+            line = above + reader.line_num
+            begin = line + 1
             row = row or [""] * (len(columns) == 1)  # an empty line of a one-column table is a row without text
             if not row:
                 behind += 1
@@ -383,7 +385,7 @@ def delimited(file, path, first, above, said):
             yield dict(itertools.zip_longest(columns, map(plain_text, row), fillvalue=""))
     except csv.Error as err:
         reason = str(err).replace("'\x1f'", "the end of the line")
-        raise UserError(f"{path}, the row that begins in line {above + begin}: broken quoting ({reason}); a quote within a "
+        raise UserError(f"{path}, the row that begins in line {begin}: broken quoting ({reason}); a quote within a "
                         "quoted text is written twice") from None
     for mark in DELIMITERS if len(alone) >= FEWEST_TEXTS else "":
         if mark in alone[0] and len({cell.count(mark) for cell in alone}) == 1:
@@ -438,12 +440,12 @@ def write_table(path, header, rows):
     write_atomic(known, new)
 
 
-def pick_column(path, columns, flag, wanted, usual, fallback):
-    """The name of a column: the one asked for, else the first with a usual name, else fallback."""
+def pick_column(path, columns, flag, wanted, usual):
+    """The name of a column: the one asked for, else the first with a usual name, else None."""
     if wanted and wanted not in columns:
         raise UserError(f"--{flag} {wanted} is not in {path}: it has {', '.join(columns)}")
     by_name = {name.lower(): name for name in reversed(columns)}
-    return wanted or next((by_name[name] for name in usual if name in by_name), fallback)
+    return wanted or next((by_name[name] for name in usual if name in by_name), None)
 
 
 def pick_text_column(path, rows, columns, wanted):
@@ -452,7 +454,7 @@ def pick_text_column(path, rows, columns, wanted):
     letters = {name: sum(sum(map(str.isalpha, cell)) for cell in cells[name] if not NO_TEXT.match(cell)) for name in columns}
     labels = [name for name in columns if name.lower() in LABEL_NAMES and 2 * len(set(cells[name])) <= len(cells[name])]
     likely = [name for name in columns if name not in labels and letters[name]]
-    found = pick_column(path, columns, "text_column", wanted, TEXT_NAMES, max(likely, key=letters.get, default=None))
+    found = pick_column(path, columns, "text_column", wanted, TEXT_NAMES) or max(likely, key=letters.get, default=None)
     if wanted or found and found.lower() in TEXT_NAMES:
         return found
     if found is None:
@@ -484,9 +486,9 @@ def read_table(path, asked_text, asked_label):
 
     asked_text, asked_label: --text_column and --label_column, "" where the column is to be found.
     """
-    if path.suffix.lower() not in TABLES:
+    if path.suffix.lower() not in TABLE_ENDINGS:
         raise UserError(f"--dataset {path} is unknown: choose one of {', '.join(CORPORA)}, or a file ending in "
-                        f"{', '.join(TABLES)} with a text column")
+                        f"{', '.join(TABLE_ENDINGS)} with a text column")
     if not path.is_file():
         raise UserError(f"{path} is {'no regular file' if path.exists() else 'missing'}: pass the path of your table")
     with open_table(path) as file:
@@ -499,7 +501,7 @@ def read_table(path, asked_text, asked_label):
     no_text = asked_label if asked_label not in ("", "none") and len(columns) > 1 else None
     text_column = pick_text_column(path, rows[:1000], [c for c in columns if c != no_text], asked_text)
     others = [c for c in columns if c != text_column]
-    label_column = None if asked_label == "none" else pick_column(path, others, "label_column", asked_label, LABEL_NAMES, None)
+    label_column = None if asked_label == "none" else pick_column(path, others, "label_column", asked_label, LABEL_NAMES)
     texts = [row.get(text_column, "").strip() for row in rows]
     labels = [plain_label(row.get(label_column, "")) for row in rows]
     if label_column is not None and not any(labels):
@@ -524,10 +526,9 @@ def make_own_task(texts, labels, seed, dev_ratio):
     votes = {}
     for text, label in zip(texts, labels):
         if text:
-            votes.setdefault(text, [])
-            votes[text] += [label] if label else []
+            votes.setdefault(text, []).extend([label] if label else [])
     distinct = list(votes)
-    chosen = [Counter(found).most_common(1)[0][0] if found else "" for found in votes.values()]
+    chosen = [mode(found) if found else "" for found in votes.values()]  # of equally many the first
     names = sorted(set(chosen) - {""})
     class_id = {name: k for k, name in enumerate(names)} | {"": -1}
     label = np.array([class_id[c] for c in chosen], dtype=np.int64)
@@ -547,7 +548,7 @@ def make_own_task(texts, labels, seed, dev_ratio):
     empty, conflicts = sum(not text for text in texts), sum(len(set(found)) > 1 for found in votes.values())
     like_none = [name for name in names if name.casefold() in LIKE_NONE]
     lost = sorted({label for label in labels if label} - set(chosen))
-    same = [alike for alike in Counter(name.casefold() for name in names).items() if alike[1] > 1]
+    same = [name for name, ways in Counter(name.casefold() for name in names).items() if ways > 1]
     notes = ((empty, "row(s) without text: kept in assignments.csv, without a cluster"),
              (len(texts) - empty - len(distinct), "row(s) repeat another's text: each text is learned from once"),
              (conflicts, "text(s) with more than one label: the most frequent label counts, or the first of these"),
@@ -558,7 +559,7 @@ def make_own_task(texts, labels, seed, dev_ratio):
              (sum(c in like_none for c in chosen), f"text(s) with the label {' or '.join(like_none)}, a class like any other "
               "here: if it means that there is no label, leave the cell empty"),
              (sum(c.startswith('["') for c in chosen), "text(s) with several labels: each list of them is a class of its own"),
-             (len(same), f"label(s) written in several ways ({', '.join(name for name, _ in same[:5])}): each way is a class"),
+             (len(same), f"label(s) written in several ways ({', '.join(same[:5])}): each way is a class"),
              (len(chosen) * all(chosen), "texts and a label for each, which they keep, so that nothing new can be found: leave "
               "the cell empty of a text that may be of another class"))
     for number, note in notes:

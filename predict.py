@@ -245,12 +245,14 @@ def describe(args):
     head = normalize(state["head"], dim=1).numpy()
     K, num_known = len(head), meta["num_known"]
     cluster, confidence, feature = (load_array(run, name) for name in ("pseudo_label", "confidence", "train_feature"))
-    row, given = np.arange(len(cluster)), labels["train"]  # given: what the user said
-    if "own" in meta:  # the dev texts are training rows as well, and what the user said of them counts
+    # given: the label that a training row has, -1 for none. row: the training row of each line of the table, -1 without text.
+    given, row = labels["train"], np.arange(len(cluster))
+    if "own" in meta:
         row = np.load(data / "train_row.npy")
-        of_dev = dict(zip(texts["dev"], labels["dev"].tolist()))
+        of_dev = dict(zip(texts["dev"], labels["dev"].tolist()))  # training rows too, whose labels were kept from training
         given = np.array([of_dev.get(text, k) for text, k in zip(texts["train"], given.tolist())])
-    cluster, confidence, texts = np.where(given >= 0, given, cluster), np.where(given >= 0, 1.0, confidence), texts["train"]
+    texts = texts["train"]
+    cluster, confidence = np.where(given >= 0, given, cluster), np.where(given >= 0, 1.0, confidence)
 
     words = keywords(texts, cluster, K)
     nearness = np.einsum("nh,nh->n", feature.astype(np.float32), head[cluster])
@@ -273,9 +275,9 @@ def describe(args):
         write_table(run / "clusters.csv", header, [line for line in lines if not found or line[0] in found])
     if set_aside(run / "assignments.csv"):
         print("its labels are learned from when you give that file to run_all.sh")
-    write_table(run / "assignments.csv", ASSIGNED, (
-        [n + 1, texts[i], titles[given[i]] if given[i] >= 0 else "", cluster[i], titles[cluster[i]],
-         f"{100 * confidence[i]:.1f}"] if i >= 0 else [n + 1, "", "", "", "", ""] for n, i in enumerate(row.tolist())))
+    assigned = [[texts[i], titles[given[i]] if given[i] >= 0 else "", cluster[i], titles[cluster[i]],
+                 f"{100 * confidence[i]:.1f}"] if i >= 0 else [""] * 5 for i in row.tolist()]
+    write_table(run / "assignments.csv", ASSIGNED, [[number, *cells] for number, cells in enumerate(assigned, 1)])
     write_atomic(run / "train_row.npy", lambda f: np.save(f, row))
     new = [line for line in lines if line[1] == "no"]
     print(f"{num_known} known clusters and {len(new)} new ones{'; the largest new ones:' if new else ''}")

@@ -25,7 +25,9 @@ import time
 import uuid
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -316,8 +318,15 @@ def check_same_job(store, rank, world, config):
 
 def sum_over_ranks(x):
     """x summed over processes, in place; x as it is on one."""
-    if dist.is_initialized():
+    if dist.is_initialized() and x.numel():
         dist.all_reduce(x)
+    return x
+
+
+def of_first(x):
+    """Process 0's x, in place on every process; what the others have in theirs is lost."""
+    if dist.is_initialized() and x.numel():
+        dist.broadcast(x, 0)
     return x
 
 
@@ -332,7 +341,7 @@ def gather_rows(x, N):
     world, rank = dist.get_world_size(), dist.get_rank()
     whole = torch.zeros(N, *x.shape[1:], dtype=x.dtype, device=x.device)
     whole[rank::world] = x
-    return sum_over_ranks(whole) if N else whole
+    return sum_over_ranks(whole)
 
 
 def of_all(x):
@@ -363,10 +372,10 @@ def held(folder):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
     place, free = os.open(folder, os.O_RDONLY), True
     try:
-        try:
-            fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system lets go when the process ends, however it ends
-        except OSError as err:
-            free = err.errno not in (errno.EAGAIN, errno.EACCES)  # other errors come from disks without locks
+        fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system lets go when the process ends, however it ends
+    except OSError as err:
+        free = err.errno not in (errno.EAGAIN, errno.EACCES)  # other errors come from disks without locks
+    try:
         yield free
     finally:
         if free:
@@ -458,26 +467,33 @@ def batch_loss(encoder, classifier, hidden, masked, target, label, rows, drawn, 
     return ce, mlm
 
 
-def next_epoch(found, device, rank):
-    """(batches done already, this process's sums (2,) of their losses, dropout's generators) of the next epoch: run_batches's.
+class SoFar(NamedTuple):
+    """What is done of an epoch."""
+    step: int  # batches
+    sums: torch.Tensor  # (2,): of the two parts of their losses, this process's
+    rng: dict | None  # dropout_state behind them, None before the first
 
-    found: the checkpoint from within it, None where it is to begin. Of another number of processes, the first has all sums.
+
+def so_far(found, device, rank):
+    """SoFar of the epoch in which the checkpoint `found` was written, None: of one that is to begin.
+
+    Of a checkpoint of another number of processes the first one takes all sums.
     """
     if not found:
-        return 0, torch.zeros(2, device=device), None
+        return SoFar(0, torch.zeros(2, device=device), None)
     sums = found["sums"].view(-1, 2).to(device)
-    return found["step"], sums[rank] if len(sums) == world_size() else sums.sum(0) * (rank == 0), found.get("rng")
+    return SoFar(found["step"], sums[rank] if len(sums) == world_size() else sums.sum(0) * (rank == 0), found.get("rng"))
 
 
-def run_batches(batches, loss_of, optimizer, args, epoch, came, begun, rank, schedule=None):
+def run_batches(batches, loss_of, optimizer, args, epoch, came, done, rank, schedule=None):
     """An optimizer step for each batch of an epoch that is not done yet; call seed_epoch before.
 
     loss_of(*batch): this process's share of the loss, two parts of it (2,), and training rows for joint_step's message.
-    begun: next_epoch's. schedule: stepped after the optimizer. Yields (step, those parts summed over the batches, (P, 2), a
+    done: SoFar. schedule: stepped after the optimizer. Yields (step, those parts summed over the batches, (P, 2), a
     row for each process) for a checkpoint: after every SAVE_STEPS batches, after the last and, once a signal has come
     (joint_step), after that batch; then, but for the last, KeyboardInterrupt ends the run.
     """
-    step, sums, rng = begun
+    step, sums, rng = done
     set_dropout_state(sums.device, rank, rng)
     for batch in batches[step:]:
         step += 1
@@ -495,13 +511,13 @@ def run_batches(batches, loss_of, optimizer, args, epoch, came, begun, rank, sch
             raise KeyboardInterrupt
 
 
-def train_epoch(encoder, classifier, optimizer, hidden, masked, target, label, args, epoch, came, begun, rank, world):
+def train_epoch(encoder, classifier, optimizer, hidden, masked, target, label, args, epoch, came, done, rank, world):
     """One pass over all rows in random order, a labelled batch beside every batch, as run_batches has it; sums of CE and MLM.
 
     Every process draws the same batches, of which batch_loss takes its rows. Without a labelled row there is no
     cross-entropy.
     """
-    generator = seed_epoch(args.seed, epoch, rank, begun[0])
+    generator = seed_epoch(args.seed, epoch, rank, done.step)
     encoder.train()
     labelled = torch.where(label >= 0)[0]
     batches = torch.randperm(len(label), generator=generator).to(encoder.device).split(args.batch_size)
@@ -512,7 +528,7 @@ def train_epoch(encoder, classifier, optimizer, hidden, masked, target, label, a
         ce, mlm = batch_loss(encoder, classifier, hidden, masked, target, label, rows, drawn, args, rank, world)
         return ce + mlm, torch.stack([ce, mlm]), torch.cat([rows, drawn])
 
-    return run_batches(list(zip(batches, beside)), loss_of, optimizer, args, epoch, came, begun, rank)
+    return run_batches(list(zip(batches, beside)), loss_of, optimizer, args, epoch, came, done, rank)
 
 
 def dev_result(z, classifier, label, temperature):
@@ -545,7 +561,7 @@ def main(args):
             kept = f" (dev accuracy {found['dev_accuracy']:.2f})" if len(labels["dev"]) else ""
             print(f"{done} is there already, made with the same settings{kept}: skipped")
         return
-    on_all_processes(device, config, out, lambda *where: train(args, texts, labels, meta, config, dtype, out, *where))
+    on_all_processes(device, config, out, partial(train, args, texts, labels, meta, config, dtype, out))
 
 
 def read_texts(args, texts, device, dtype, out, rank, world):
@@ -580,8 +596,7 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
     def unit_features(split):
         return gather_rows(normalize(encoder.all_features(hidden[split]), dim=1), len(labels[split]))
 
-    means = class_means(unit_features("train"), label, meta["num_known"])
-    classifier = nn.Parameter(sum_over_ranks(means * (rank == 0)) if len(means) else means)  # GPUs may round apart
+    classifier = nn.Parameter(of_first(class_means(unit_features("train"), label, meta["num_known"])))  # GPUs may round apart
     layers = list(encoder.trained_layers.parameters())
     heads = [classifier] + [p for p in encoder.mlm_head.parameters() if p.requires_grad and not args.no_mlm]
     optimizer = torch.optim.AdamW([{"params": layers, "lr": args.lr}, {"params": heads, "lr": args.head_lr}], weight_decay=0.01)
@@ -595,7 +610,7 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
     dev_decides = len(dev_label) and meta["num_known"] > 1  # with one known class every dev loss is 0
     epoch, log, best = 0, [], {"epoch": 0}
     found = find_checkpoint(part, config, args, rank, world, device)
-    begun = next_epoch(found, device, rank)
+    done_before = so_far(found, device, rank)
     if found:
         load_trained_layers(encoder, found)
         load_trained(encoder.mlm_head, found["mlm_head"])
@@ -612,7 +627,7 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
 
     out.mkdir(parents=True, exist_ok=True)
     masked = target = None
-    with tqdm(total=steps * epochs, initial=steps * epoch + begun[0], desc="pre-training", unit="batch",
+    with tqdm(total=steps * epochs, initial=steps * epoch + done_before.step, desc="pre-training", unit="batch",
               disable=rank > 0 or not sys.stderr.isatty()) as bar:
         while epoch < epochs and epoch - best["epoch"] < args.patience:
             if not args.no_mlm and (masked is None or epoch % args.mask_epochs == 0):
@@ -622,21 +637,21 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
             epoch += 1
             with signals_held() as came:  # until what was done is saved
                 for step, sums in train_epoch(encoder, classifier, optimizer, hidden["train"], masked, target, label, args,
-                                              epoch, came, begun, rank, world):
+                                              epoch, came, done_before, rank, world):
                     bar.update(steps * (epoch - 1) + step - bar.n)
                     if step < steps:
                         save(epoch - 1, step, sums)
                 ce, mlm = (sums.sum(0) / steps).tolist()
-                begun = next_epoch(None, device, rank)
+                done_before = so_far(None, device, rank)
                 z = unit_features("dev")
-                judged = dev_result(z, classifier, dev_label, args.temperature) if rank == 0 else (0.0, 0.0)  # one for all
-                loss, accuracy = sum_over_ranks(torch.tensor(judged, dtype=torch.float64, device=device)).tolist()
+                judged = torch.tensor(dev_result(z, classifier, dev_label, args.temperature), dtype=torch.float64)
+                loss, accuracy = of_first(judged.to(device)).tolist()  # one best epoch for all
                 log.append({"epoch": epoch, "ce": ce, "mlm": mlm, "dev_loss": loss, "dev_accuracy": accuracy})
                 better = best["epoch"] == 0 or not dev_decides or (
                     loss < best["dev_loss"] if args.select == "loss" else accuracy > best["dev_accuracy"])
                 if better:
                     best = {**state(), **log[-1]}
-                save(epoch, *begun[:2])
+                save(epoch, 0, done_before.sums)
             bar.set_postfix(epoch=epoch, dev=f"{accuracy:.2f}", best=f"{best['dev_accuracy']:.2f}")
     if rank > 0:
         return

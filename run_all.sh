@@ -83,7 +83,7 @@ while [ $# -gt 0 ]; do
     if [ $# -gt 0 ]; then shift; fi
 done
 
-case "${name[*]-}" in --name_command= | --name_command=--*)
+case "${name[*]}" in --name_command= | --name_command=--*)
     echo "run_all.sh: --name_command needs a program that prints a name" >&2
     exit 2 ;;
 esac
@@ -104,9 +104,9 @@ if [ "$method" != imbanid ]; then
     if [ "$nproc" != 1 ]; then echo "run_all.sh: the compared methods run on one process: leave NPROC out" >&2 && exit 2; fi
     stage=(-m "baselines.$method" --encoder "$encoder") module=baselines.$method
     tag=_$method$tag
-    train+=(${pre[@]+"${pre[@]}"}) pre=()  # it runs its own pre-training, if it needs one
+    train+=("${pre[@]}") pre=()  # it runs its own pre-training, if it needs one
 fi
-pre+=(${both[@]+"${both[@]}"}) train=(${both[@]+"${both[@]}"} ${train[@]+"${train[@]}"})
+pre+=("${both[@]}") train=("${both[@]}" "${train[@]}")
 
 # Refuses a wrong flag now instead of after the pre-training, and a number of classes that does not fit once the data are there.
 check='
@@ -116,7 +116,8 @@ stage, data = importlib.import_module(sys.argv[1]), sys.argv[2]
 sys.argv[:3] = [sys.argv[1].split(".")[-1] + ".py"]
 def check(words):
     args = parse_args(stage.Args, words)
-    getattr(stage, "check_flags", id)(args)
+    if hasattr(stage, "check_flags"):  # a compared method checks its own when it runs
+        stage.check_flags(args)
     if data:
         stage.wanted_classes(args, open_run(args)[-1])
 run_script(check)'
@@ -127,12 +128,12 @@ folders=()
 for seed in $seeds; do
     task=(--dataset "$dataset" --gamma "$gamma" --seed "$seed" --known_ratio "${KNOWN_RATIO:-0.75}")
     # raw corpus or table -> data/<run>/
-    python make_lt_data.py "${task[@]}" --raw_dir "$raw" ${make[@]+"${make[@]}"}
-    case "$method ${train[*]-}" in "imbanid "*--num_classes*) python -c "$check" "$module" data "${task[@]}" "${train[@]}" >&2 ;; esac
+    python make_lt_data.py "${task[@]}" --raw_dir "$raw" "${make[@]}"
+    case "$method ${train[*]}" in "imbanid "*--num_classes*) python -c "$check" "$module" data "${task[@]}" "${train[@]}" >&2 ;; esac
     # data/<run>/ -> out/<run>/pretrain.pt
-    if [ "$method" = imbanid ]; then "${launch[@]}" pretrain.py "${task[@]}" --encoder "$encoder" ${pre[@]+"${pre[@]}"}; fi
+    if [ "$method" = imbanid ]; then "${launch[@]}" pretrain.py "${task[@]}" --encoder "$encoder" "${pre[@]}"; fi
     # data/<run>/ and out/<run>/pretrain.pt -> out/<run>/results.json and what belongs to it
-    "${launch[@]}" "${stage[@]}" "${task[@]}" ${train[@]+"${train[@]}"}
+    "${launch[@]}" "${stage[@]}" "${task[@]}" "${train[@]}"
     run=$(python -c 'import os, sys, make_lt_data as m
 d, g, s, k = sys.argv[1:]
 sys.stdout.buffer.write(os.fsencode(m.run_name(d, float(g), int(s), float(k))))' \
@@ -140,12 +141,12 @@ sys.stdout.buffer.write(os.fsencode(m.run_name(d, float(g), int(s), float(k))))'
     folders+=("out/$run$tag")
     if [ -n "$own" ]; then
         # out/<run>/ -> clusters.csv, assignments.csv, then the figures and report.html
-        ask=(${name[@]+"${name[@]}"})
+        ask=("${name[@]}")
         if [ -e "out/$run$tag/clusters.csv" ] && [ ${#ask[@]} -gt 0 ]; then  # the names may be the user's by now
             echo "out/$run$tag/clusters.csv is there already: --name_command not asked (predict.py asks anew)"
             ask=()
         fi
-        python predict.py "out/$run$tag" ${ask[@]+"${ask[@]}"}
+        python predict.py "out/$run$tag" "${ask[@]}"
         python figures.py "out/$run$tag"
     fi
 done

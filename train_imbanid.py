@@ -23,6 +23,7 @@ import resource
 import sys
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -56,7 +57,8 @@ from pretrain import (
     find_checkpoint,
     gather_rows,
     load_trained_layers,
-    next_epoch,
+    of_all,
+    of_first,
     on_all_processes,
     open_pretrained,
     pick_device,
@@ -66,6 +68,7 @@ from pretrain import (
     seed_epoch,
     settings,
     signals_held,
+    so_far,
     sum_over_ranks,
     trained_state,
 )
@@ -128,15 +131,10 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x):
-        rank, world = dist.get_rank(), dist.get_world_size()
-        sizes = torch.zeros(world, dtype=torch.int64, device=x.device)
-        sizes[rank] = len(x)
-        ctx.sizes = sum_over_ranks(sizes).tolist()
+        rank, ctx.sizes = dist.get_rank(), of_all(torch.tensor(len(x), device=x.device)).tolist()
         padded = x.new_zeros(max(ctx.sizes), *x.shape[1:])
         padded[:len(x)] = x
-        parts = [torch.empty_like(padded) for _ in range(world)]
-        dist.all_gather(parts, padded)
-        parts = [part[:size] for part, size in zip(parts, ctx.sizes)]
+        parts = [part[:size] for part, size in zip(of_all(padded), ctx.sizes)]
         return torch.cat([parts[rank]] + parts[:rank] + parts[rank + 1:])
 
     @staticmethod
@@ -165,8 +163,8 @@ def kmeans_result(z, centre, N, rank):
         fitted = fitted_kmeans(everyone, K, seed=0, init=centre)  # nothing to draw: the start is given
         found += torch.from_numpy(fitted.cluster_centers_).to(z)
         steps += fitted.n_iter_
-    plan = one_hot(nearest(z, sum_over_ranks(found)), K).double() / N
-    return RotResult(plan, sum_over_ranks(plan.sum(0)), torch.zeros(K), int(sum_over_ranks(steps)), 0.0, True)
+    plan = one_hot(nearest(z, of_first(found)), K).double() / N
+    return RotResult(plan, sum_over_ranks(plan.sum(0)), torch.zeros(K), int(of_first(steps)), 0.0, True)
 
 
 def lambda2_of(args):
@@ -200,13 +198,13 @@ def batch_loss(encoder, head, hidden, view, rows, pseudo_label, confidence, clea
 
 
 def train_epoch(encoder, head, optimizer, schedule, hidden, view, pseudo_label, confidence, clean, steps, args, epoch, came,
-                begun, rank, world):
+                done, rank, world):
     """`steps` batches of all rows, as pretrain.py's run_batches has it; sums of the contrastive loss and CE.
 
     Every process draws the same batches and takes its rows of them, hidden and view: Packed. pseudo_label, confidence, clean
     (N,): of all rows.
     """
-    generator = seed_epoch(args.seed, epoch, rank, begun[0])
+    generator = seed_epoch(args.seed, epoch, rank, done.step)
     encoder.train()
     batches = torch.randperm(len(pseudo_label), generator=generator).tensor_split(steps)
     assigned = [x[rank::world] for x in (pseudo_label, confidence, clean)]
@@ -216,20 +214,17 @@ def train_epoch(encoder, head, optimizer, schedule, hidden, view, pseudo_label, 
         loss, contrastive, ce = batch_loss(encoder, head, hidden, view, own, *assigned, args)
         return loss, torch.stack([contrastive, ce]), rows
 
-    return run_batches([(rows,) for rows in batches], loss_of, optimizer, args, epoch, came, begun, rank, schedule)
-
-
-def versions():
-    return {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
-            "numpy": np.__version__, "scikit-learn": sklearn.__version__}
+    return run_batches([(rows,) for rows in batches], loss_of, optimizer, args, epoch, came, done, rank, schedule)
 
 
 def save_run(out, arrays, results):
     """Write a finished run: {name: array} as <name>.npy, then results.json, which says that it is finished."""
     for name, value in arrays.items():
         write_atomic(out / f"{name}.npy", lambda f, value=value: np.save(f, value))
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
+                "numpy": np.__version__, "scikit-learn": sklearn.__version__}
     results |= {"peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-                "threads": torch.get_num_threads(), "versions": versions()}
+                "threads": torch.get_num_threads(), "versions": versions}
     if torch.cuda.is_available():
         results["peak_gpu_memory_mb"] = torch.cuda.max_memory_allocated() / 2**20
     clean = json.loads(json.dumps(results), parse_constant=lambda name: None)  # a group without rows: null, not NaN
@@ -239,15 +234,16 @@ def save_run(out, arrays, results):
 def read_finished(out, config, args):
     """results.json of an earlier run with these settings, after saying so; None where there is none."""
     path = out / "results.json"
+    if not path.exists():
+        return None
     try:
-        results = json.loads(path.read_text()) if path.exists() else None
-        if results is not None and not results.keys() >= {"method", "config"}:
-            raise ValueError
-    except (ValueError, AttributeError):
+        results = json.loads(path.read_text())
+        method, found = results["method"], results["config"]
+    except (ValueError, KeyError, TypeError):
         raise UserError(f"{path} is damaged: delete it and run the same command again") from None
-    if results and results["method"] != config.get("method", "imbanid"):
-        raise UserError(f"{out}/ belongs to a run of {results['method']}: choose another --tag")
-    if not results or not same_config(results["config"], config, path, args):
+    if method != config.get("method", "imbanid"):
+        raise UserError(f"{out}/ belongs to a run of {method}: choose another --tag")
+    if not same_config(found, config, path, args):
         return None
     if first_process():
         code, now = results.get("commit"), commit()
@@ -291,13 +287,15 @@ def seeding_settings(args, meta):
 
 def wanted_classes(args, meta):
     """(--num_classes as a number, or the name of the estimate that will give it; the largest number there are rows for)."""
-    wanted, least = args.num_classes or ("true" if meta["num_classes"] else "auto"), max(1, meta["num_known"])
+    own, wanted, least = "own" in meta, args.num_classes, max(1, meta["num_known"])
     most = meta["num_known"] + meta["num_unlabelled"]
-    if "own" not in meta:
+    if not own:
         most = min(most, meta["num_test"])  # k-means with K clusters is fitted on train and on test
-    if wanted == "true" and meta["num_classes"]:
+    if not wanted:
+        wanted = "auto" if own else "true"
+    if wanted == "true" and not own:
         wanted = str(meta["num_classes"])
-    if "own" in meta and meta["num_unlabelled"] == meta["num_dev"]:  # every text has a label, those of dev too, and keeps it
+    if own and meta["num_unlabelled"] == meta["num_dev"]:  # every text has a label, those of dev too, and keeps it
         if wanted not in ("auto", "appendix_e", str(meta["num_known"])):
             raise UserError(f"--num_classes {wanted}: every text has a label and keeps it, so there are {meta['num_known']} "
                             "classes and nothing new can be found: leave the cell empty of a text that may be of another")
@@ -333,7 +331,7 @@ def resolve_num_classes(args, z, label, meta, rank):
         else:
             note = f"{', a guess with so few known classes:' if meta['num_known'] < 20 else ';'} --num_classes sets it"
         print(f"estimated number of classes: {int(K)}{note}")
-    return int(sum_over_ranks(K))
+    return int(of_first(K))
 
 
 def evaluate(args, z, head, pseudo_label, data, labels, meta, kmeans_file):
@@ -359,7 +357,7 @@ def evaluate(args, z, head, pseudo_label, data, labels, meta, kmeans_file):
 def score(clusters, pseudo_label, labels, data, num_known):
     """{row of results.json: cluster_metrics}: of clusters of the test rows, {row: int (M,)}, and of the pseudo-labels (N,).
 
-    This is the one place that reads train_truth.npy.
+    This is the one place that uses train_truth.npy, which open_run has only looked at.
     """
     counts, truth, unlabelled = np.load(data / "class_counts.npy"), np.load(data / "train_truth.npy"), labels["train"] < 0
     return {**{row: cluster_metrics(labels["test"], found, num_known, counts) for row, found in clusters.items()},
@@ -413,7 +411,7 @@ def main(args):
         return
     if first_process() and args.epochs > asked:
         print(f"{args.epochs} epochs instead of {asked}, so that these few rows make {args.min_steps} batches (--min_steps)")
-    on_all_processes(device, config, out, lambda *where: train(args, texts, labels, meta, pre, config, data, base, out, *where))
+    on_all_processes(device, config, out, partial(train, args, texts, labels, meta, pre, config, data, base, out))
 
 
 def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, device):
@@ -452,7 +450,7 @@ def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, 
         out.mkdir(parents=True, exist_ok=True)
         head += found["head"].to(device) if found else seed_centres(
             z["pretrained"]["train"], label["train"], K, meta["num_known"], *seeding_settings(args, meta), args.seed)
-    head = nn.Parameter(sum_over_ranks(head))
+    head = nn.Parameter(of_first(head))
     if rank > 0:
         z.clear()  # of all rows; only process 0 needs them again
     lap("seeding")
@@ -502,7 +500,7 @@ def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, s
         optimizer, lambda step: 0.5 + 0.5 * math.cos(math.pi * step / max(1, steps * epochs)))
     lambda2 = lambda2_of(args)
     start, epoch, log, view = time.monotonic(), 0, [], None
-    begun = next_epoch(found, encoder.device, rank)
+    done_before = so_far(found, encoder.device, rank)
     potential, marginal = None, torch.full((K,), 1 / K, dtype=torch.float64, device=encoder.device)
     if found:
         load_trained_layers(encoder, found)
@@ -538,10 +536,10 @@ def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, s
                             solved=solved, potential=potential.cpu(), marginal=marginal.cpu(), config=config,
                             seconds=seconds | {"train": seconds.get("train", 0.0) + time.monotonic() - start})
 
-    with tqdm(total=steps * epochs, initial=steps * epoch + begun[0], desc="training", unit="batch",
+    with tqdm(total=steps * epochs, initial=steps * epoch + done_before.step, desc="training", unit="batch",
               disable=rank > 0 or not sys.stderr.isatty()) as bar:
         while epoch < epochs:
-            if begun[0] == 0:  # a checkpoint from within an epoch has what the epoch began with
+            if done_before.step == 0:  # a checkpoint from within an epoch has what the epoch began with
                 assigned, potential, marginal, solved = assign()
             pseudo_label, confidence, beta = assigned
             clean = select_clean(*assigned, args.rho, args.tau_g, not args.no_dr, not args.no_qr, labelled)
@@ -552,23 +550,23 @@ def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, s
             epoch += 1
             with signals_held() as came:  # until what was done is saved
                 for step, sums in train_epoch(encoder, head, optimizer, schedule, hidden["train"], view, pseudo_label,
-                                              confidence, clean, steps, args, epoch, came, begun, rank, world):
+                                              confidence, clean, steps, args, epoch, came, done_before, rank, world):
                     bar.update(steps * (epoch - 1) + step - bar.n)
                     if step < steps:
                         save(epoch - 1, step, sums)
                 contrastive, ce = (sums.sum(0) / steps).tolist()
-                begun = next_epoch(None, encoder.device, rank)
+                done_before = so_far(None, encoder.device, rank)
                 predicted = (encoder.all_features(hidden["dev"]) @ normalize(head.detach(), dim=1).T).argmax(1)
                 right = int(sum_over_ranks((predicted == label["dev"][rank::world]).sum()))
                 log.append({"epoch": epoch, "contrastive": contrastive, "ce": ce, "clean": float(clean.float().mean()),
                             "confidence": float(confidence.mean()), **solved,
                             "beta_max": float(beta.max()), "beta_min": float(beta.min()),
                             "dev_accuracy": 100 * right / len(label["dev"]) if len(label["dev"]) else None})
-                save(epoch, *begun[:2])
+                save(epoch, 0, done_before.sums)
             bar.set_postfix(epoch=epoch, dev=f"{right / max(1, len(label['dev'])):.1%}", clean=f"{log[-1]['clean']:.2f}")
     assigned, potential, marginal, solved = assign()
     if epoch == 0:  # --epochs 0: what the head was seeded with
-        save(0, *begun[:2])
+        save(0, 0, done_before.sums)
     return epoch, assigned
 
 
