@@ -392,7 +392,8 @@ def on_all_processes(device, config, out, work):
     try:
         rank, world, device = start_processes(device, config)
         with held(out) if rank == 0 else nullcontext(True) as free:
-            if sum_over_ranks(torch.tensor(not free, dtype=torch.int64, device=device)):
+            # On a GPU only where several ask: whether one can be used, move_to_gpu finds out, and says so.
+            if sum_over_ranks(torch.tensor(int(not free), device=device if world > 1 else "cpu")):
                 raise UserError(f"another run is writing to {out}/: wait until it has ended, or pass another --tag (to "
                                 "pretrain.py another --out_dir)")
             work(rank, world, device)
@@ -427,11 +428,11 @@ def joint_step(loss, optimizer, where, rows, came=()):
     beside = torch.stack([loss.detach().float(), torch.full_like(loss, bool(came), dtype=torch.float32)])
     flat = sum_over_ranks(torch.cat(
         [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters] + [beside]))
-    if not torch.isfinite(flat).all():
+    finite, stopped = torch.stack([flat.isfinite().all(), flat[-1] > 0]).tolist()  # at once: a GPU waits for nothing else
+    if not finite:
         raise UserError(f"the loss or a gradient is not finite in {where}, at lr {rates_of(optimizer)}: try a smaller --lr or "
                         f"--dtype float32; the last checkpoint is from before. Training rows of the batch: "
                         f"{sorted({*rows.tolist()})}")
-    stopped = bool(flat[-1] > 0)  # read before the step, which a GPU would first have to end
     for p, g in zip(parameters, flat[:-2].split([p.numel() for p in parameters])):
         p.grad = g.view_as(p)
     nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -463,7 +464,8 @@ def batch_loss(encoder, classifier, hidden, masked, target, label, rows, drawn, 
         ce = cross_entropy(z @ normalize(classifier, dim=1).T / args.temperature, label[own]) * (len(own) / len(drawn))
     if not args.no_mlm:
         mlm, tokens = encoder.mlm_loss(masked, rows[rows % world == rank] // world, target)
-        mlm = mlm * (tokens / max(1, int(sum_over_ranks(torch.tensor(tokens, device=encoder.device)))))
+        if world > 1:
+            mlm = mlm * (tokens / max(1, int(sum_over_ranks(torch.tensor(tokens, device=encoder.device)))))
     return ce, mlm
 
 

@@ -53,7 +53,8 @@ def relaxed_ot(log_p, lambda1=0.05, lambda2=2.0, *, row=None, prior=None, penalt
     before every update of beta and h (many sweeps need not converge: see `converged`).
     tol: on the residual |Q^T 1 - beta|_1 (default 1e-9 for float64 input, 1e-6 below). max_iter: Newton steps (500) or
     Sinkhorn sweeps (10,000). init: (K,) potential of an earlier solution. chunk_rows: rows a pass handles at once.
-    reduce: sums a tensor over processes that each hold some of the rows (none is allowed); all get the same beta.
+    reduce: sums a tensor over processes that each hold some of the rows (none is allowed); all get the same beta, also where
+    their processors round apart.
 
     Returns RotResult. Raises ValueError, naming the argument, for one out of range, or if a row or a column of log_p has no
     finite score (under kl such a column stays empty). Warns if it did not converge: where fixed shares cannot be met; now and
@@ -70,13 +71,13 @@ def relaxed_ot(log_p, lambda1=0.05, lambda2=2.0, *, row=None, prior=None, penalt
             raise ValueError(f"{name} must be at least {least}, got {value}")
     tol = tol if tol is not None else 1e-9 if log_p.dtype == torch.float64 else 1e-6
     chunk_rows = chunk_rows or max(2**18 // log_p.shape[1], log_p.shape[1])  # 2 MB of float64, or that of a Hessian
-    alpha, prior, start, spread = _survey(log_p, alpha, prior, penalty, lambda1, chunk_rows, reduce)
+    alpha, prior, start, spread, world = _survey(log_p, alpha, prior, penalty, lambda1, chunk_rows, reduce)
     if penalty == "kl":  # a far column rests where -g / lambda2 = (g - gap) / lambda1, one with a share within a few lambda2
         start, spread = start * lambda2 / (lambda1 + lambda2), min(spread, 5 * lambda2)
     spread = min(spread, 1e6 * lambda1)  # beyond, a score is as good as -inf, and from a higher rung digits would be lost
     rungs = math.ceil(math.log(ratio, 4)) if init is None and (ratio := spread / 50 / lambda1) > 1 else 0
     g = start if init is None else g
-    problem = _SemiDual(log_p, alpha, prior, lambda1, lambda2, penalty, chunk_rows, reduce)
+    problem = _SemiDual(log_p, alpha, prior, lambda1, lambda2, penalty, chunk_rows, reduce, world)
     if solver == "newton":
         g, n_iter, residual = _newton(problem, g, tol, 500 if max_iter is None else max_iter, rungs)
     else:
@@ -142,15 +143,17 @@ def _check(log_p, lambda1, lambda2, row, prior, penalty, solver, init):
 
 
 def _survey(log_p, alpha, prior, penalty, lambda1, chunk_rows, reduce):
-    """One pass over all scores: refuses what has no solution. Returns alpha and prior, summing to 1, a start, the spread.
+    """One pass over all scores: refuses what has no solution.
+
+    Returns alpha and prior, summing to 1, a start, the spread, and the number of processes.
 
     The start of g is 0, but a column that no row comes near (50 lambda1 or more behind in all) is lifted to its mean gap.
     The spread is the mean gap between a row's best score and its others: the scale against which lambda1 is small or not.
     """
     K = log_p.shape[1]
     sums = torch.zeros(4, K, dtype=torch.float64, device=log_p.device)
-    faults = torch.zeros(4, dtype=torch.float64, device=log_p.device)
-    faults[3] = (~(alpha.isfinite() & (alpha > 0))).sum()
+    faults = torch.zeros(5, dtype=torch.float64, device=log_p.device)
+    faults[3], faults[4] = (~(alpha.isfinite() & (alpha > 0))).sum(), 1  # the last one counts processes
     for i in range(0, len(log_p), chunk_rows):
         part = log_p[i:i + chunk_rows]
         top = part.amax(1, keepdim=True).double()
@@ -162,7 +165,7 @@ def _survey(log_p, alpha, prior, penalty, lambda1, chunk_rows, reduce):
             total = gap.masked_fill_(gap == math.inf, 0.0).sum(0)
         sums[:3] += torch.stack([total, len(part) - missing, near])
     sums[3, 0] = alpha.sum()
-    faults, sums = reduce(torch.cat([faults, sums.flatten()])).split([4, 4 * K])
+    faults, sums = reduce(torch.cat([faults, sums.flatten()])).split([5, 4 * K])
     total_gap, usable, near, (weight, *_) = sums.view(4, K)
     if faults[0]:
         raise ValueError("log_p must not hold NaN or +inf")
@@ -185,7 +188,8 @@ def _survey(log_p, alpha, prior, penalty, lambda1, chunk_rows, reduce):
     start = torch.where((near == 0) & ~empty, total_gap / usable.clamp_min(1), 0.0)
     if not start.isfinite().all():
         raise ValueError(TOO_FAR)
-    return alpha / weight, prior / prior.sum(), start, float(total_gap.sum() / usable.sum())
+    spread = math.fsum(total_gap.tolist()) / math.fsum(usable.tolist())  # which rounds alike on all processes
+    return alpha / weight, prior / prior.sum(), start, spread, int(faults[4])
 
 
 class _SemiDual:
@@ -198,10 +202,21 @@ class _SemiDual:
 
     KEEP = 2**26
 
-    def __init__(self, log_p, alpha, prior, lambda1, lambda2, penalty, chunk_rows, reduce):
+    def __init__(self, log_p, alpha, prior, lambda1, lambda2, penalty, chunk_rows, reduce, world):
         self.log_p, self.alpha, self.prior, self.penalty = log_p, alpha, prior, penalty
-        self.lambda1, self.lambda2, self.chunk_rows, self.reduce = lambda1, lambda2, chunk_rows, reduce
+        self.lambda1, self.lambda2, self.chunk_rows, self.reduce, self.world = lambda1, lambda2, chunk_rows, reduce, world
         self.kept, self.buffer = None, None  # (lambda1, g, its chunks), and where they lie
+
+    def alike(self, *parts):
+        """These float64 tensors, equal to the last bit on all processes: the means of theirs.
+
+        Every process decides for itself how to go on, and their processors may round apart: one that took another step than
+        the others would wait for them in an exchange that they never come to.
+        """
+        if self.world == 1:
+            return parts
+        flat = self.reduce(torch.cat([part.flatten() for part in parts])) / self.world
+        return [x.view_as(part) for x, part in zip(flat.split([part.numel() for part in parts]), parts)]
 
     def chunks(self, g, keep=False):
         """For each chunk of rows: alpha (n,), E (n, K), top (n,), with E = exp((log P + g) / lambda1 - top) at most 1.
@@ -248,7 +263,10 @@ class _SemiDual:
         return b, self.lambda2 * (self.prior * (self.prior / b).log()).sum() + g @ b
 
     def value_and_sums(self, g):
-        """Value () of the dual at g, the column sums q = Q^T 1 (K,) and beta (K,): its gradient is beta - q."""
+        """Of the dual at g the value (), the column sums q = Q^T 1 (K,), beta (K,), and the residual () |beta - q|_1.
+
+        Its gradient is beta - q. All are alike.
+        """
         w, chunks = self.near(g)
         sums = torch.zeros(2, len(g), dtype=torch.float64, device=g.device)
         for alpha, E, top in chunks:
@@ -258,7 +276,8 @@ class _SemiDual:
         sums[0] *= w  # before the exchange: whether rows are kept, and so w, is each process's own affair
         q, (value, *_) = self.reduce(sums)
         beta, minimum = self.beta(g)
-        return minimum - self.lambda1 * value, q, beta
+        value, beta, residual = self.alike(minimum - self.lambda1 * value, beta, (beta - q).abs().sum())
+        return value, q, beta, residual
 
     def curvature(self, g, beta):
         """The negative Hessian (K, K) of the dual at g."""
@@ -307,30 +326,31 @@ def _newton(problem, g, tol, max_iter, rungs):
     for rung in range(rungs, -1, -1):
         problem.lambda1 = target * 4.0 ** rung
         g, before = (g if before is None else g + (g - before) / 4), (None if rung == rungs else g)
-        value, q, beta = problem.value_and_sums(g)
+        state = problem.value_and_sums(g)
         for _ in range(6 if rung == rungs else 0):
-            if (q - beta).abs().sum() < 0.1:
+            _, q, beta, residual = state
+            if residual < 0.1:
                 break
             g = _sweep(problem, g, q, beta)
-            value, q, beta = problem.value_and_sums(g)
+            state = problem.value_and_sums(g)
         close = tol if rung == 0 else 0.03 / 4 ** (rungs - rung)
         most = max_iter - n_iter if rung == 0 else min(100, max_iter - n_iter)  # a rung is only a start
-        g, steps, residual = _newton_at(problem, g, value, q, beta, close, most)
+        g, steps, residual = _newton_at(problem, g, state, close, most)
         n_iter += steps
     problem.lambda1 = target
     return g, n_iter, residual
 
 
-def _newton_at(problem, g, value, q, beta, tol, max_iter):
-    """At most max_iter Newton steps at one lambda1, from g and the dual's value and sums there. Returns (g, steps, residual).
+def _newton_at(problem, g, state, tol, max_iter):
+    """At most max_iter Newton steps at one lambda1, from g and value_and_sums there. Returns (g, steps, residual).
 
     The Hessian is most of the work, so one whose step has brought the residual down sixteenfold serves again.
     """
     before = 0.0
-    slack = 1e-12 * (float(value.abs()) + problem.lambda1) + 1e-14 * problem.lambda2  # the digits that the value has
+    slack = 1e-12 * (float(state[0].abs()) + problem.lambda1) + 1e-14 * problem.lambda2  # the digits that the value has
     for n_iter in range(max_iter + 1):
-        grad = beta - q
-        residual = float(grad.abs().sum())
+        value, q, beta, residual = state
+        grad, residual = beta - q, float(residual)
         if residual <= tol or n_iter == max_iter:
             return g, n_iter, residual
         if not residual < 0.06 * before:
@@ -349,23 +369,23 @@ def _newton_at(problem, g, value, q, beta, tol, max_iter):
         # empty, whose steps are noise, are no measure: those of the others, far from them all, would be clamped to one number.
         live = step[~(q + beta < 1e-3 * residual / len(g))]  # all where numbers have run out and this is NaN
         step -= live.median()
-        most = max(4 * problem.lambda1, float((live - live.median()).abs().max()) / 10)
+        most = ((live - live.median()).abs().max().nan_to_num() / 10).clamp_min(4 * problem.lambda1)
         step.clamp_(-most, most)
-        slope, t = grad @ step, 1.0
+        t, (step, slope, most) = 1.0, problem.alike(step, grad @ step, most)
         while True:
             trial = g + t * step
-            new = problem.value_and_sums(trial)
+            state = problem.value_and_sums(trial)
             # The value decides, but close to the optimum, where its digits run out, the residual does.
-            smaller = (new[2] - new[1]).abs().sum() <= (1 - 0.1 * t) * residual
-            if slope > 0 and new[0] >= value + 1e-4 * t * slope or smaller and new[0] >= value - slack:
+            smaller = state[3] <= (1 - 0.1 * t) * residual
+            if slope > 0 and state[0] >= value + 1e-4 * t * slope or smaller and state[0] >= value - slack:
                 break
             t /= 4
             # Where groups of columns hardly share a row the step may be 1e11 long, of which the first lambda1 is good.
             if t < 1e-9 and t * most < problem.lambda1:  # the direction is worth nothing; a sweep still ascends
                 trial, before = _sweep(problem, g, q, beta), 0.0
-                new = problem.value_and_sums(trial)
+                state = problem.value_and_sums(trial)
                 break
-        g, (value, q, beta) = trial, new
+        g = trial
 
 
 def _sweep(problem, g, q, beta):
@@ -376,7 +396,7 @@ def _sweep(problem, g, q, beta):
     """
     response = {"equality": 0.0, "kl": 1.0, "reverse_kl": beta / problem.prior}[problem.penalty] / problem.lambda2
     move = problem.lambda1 * (beta.clamp_min(1e-300).log() - q.clamp_min(1e-300).log())
-    return g + move / (1 + problem.lambda1 * response)
+    return problem.alike(g + move / (1 + problem.lambda1 * response))[0]
 
 
 def _sinkhorn(problem, g, tol, max_iter, sweeps):
@@ -384,13 +404,12 @@ def _sinkhorn(problem, g, tol, max_iter, sweeps):
 
     In the log domain throughout. The plan at g has its rows scaled already (f), so that a sweep is a column scaling.
     """
-    _, q, beta = problem.value_and_sums(g)
-    n_iter, residual = 0, float((q - beta).abs().sum())
+    _, q, beta, residual = problem.value_and_sums(g)
+    n_iter = 0
     while residual > tol and n_iter < max_iter:
         for _ in range(min(sweeps, max_iter - n_iter)):
             g = _sweep(problem, g, q, beta)
-            _, q, updated = problem.value_and_sums(g)
+            _, q, updated, residual = problem.value_and_sums(g)
             n_iter += 1
         beta = updated
-        residual = float((q - beta).abs().sum())
-    return g - g.mean(), n_iter, residual
+    return g - g.mean(), n_iter, float(residual)

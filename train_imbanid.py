@@ -225,7 +225,7 @@ def save_run(out, arrays, results):
                 "numpy": np.__version__, "scikit-learn": sklearn.__version__}
     results |= {"peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
                 "threads": torch.get_num_threads(), "versions": versions}
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
         results["peak_gpu_memory_mb"] = torch.cuda.max_memory_allocated() / 2**20
     clean = json.loads(json.dumps(results), parse_constant=lambda name: None)  # a group without rows: null, not NaN
     write_atomic(out / "results.json", json.dumps(clean, indent=1) + "\n")

@@ -11,6 +11,7 @@ them; on one, two processes share it, each told by NCCL_HOSTID that it is a mach
 """
 import itertools
 import json
+import math
 import os
 import re
 import signal
@@ -21,6 +22,7 @@ import tempfile
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +38,19 @@ from rot import relaxed_ot  # noqa: E402
 
 RUN = "demo_g4_s0"
 STARTED = []  # every process, so that none outlives this one
+# A script that gets a SIGTERM before its nth step, wherever that is in an epoch: python -c STOP n SCRIPT FLAGS.
+STOP = '''import os, runpy, signal, sys
+sys.path.insert(0, ".")
+at, sys.argv = int(sys.argv[1]), sys.argv[2:]
+import pretrain
+joint_step, steps = pretrain.joint_step, []
+def counted(*given):
+    steps.append(1)
+    if len(steps) == at:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return joint_step(*given)
+pretrain.joint_step = counted
+runpy.run_path(sys.argv[0], run_name="__main__")'''
 PRETRAIN = ("--epochs", 2, "--batch_size", 64, "--max_length", 32)
 TRAIN = ("--epochs", 3, "--min_steps", 0, "--batch_size", 64, "--swaps", 5, "--head_lr", 0.01, "--lr", 0.001)
 FLOAT = ("--dtype", "float32")
@@ -51,23 +66,38 @@ def start(*words, **env):
 
 
 def finish(process, ok=True):
-    """(exit code, stdout, stderr); with ok an error unless the code is 0."""
+    """(exit code, stdout, stderr), once it has ended or after 150 s was killed; with ok an error unless the code is 0."""
+    late = ""
     try:
-        out, err = process.communicate(timeout=300)
+        out, err = process.communicate(timeout=150)
     except subprocess.TimeoutExpired:
         process.kill()
-        raise
+        late, (out, err) = " after 150 s", process.communicate()
     code = process.returncode
-    assert not ok or code == 0, f"{process.args} ended with {code}\n{out[-1500:]}{err[-3000:]}"
+    words = next(word for word in process.args if re.search(r"\.py$|^baselines", word)), *process.args[-2:]
+    assert not ok or code == 0, f"{' ... '.join(words)} ended with {code}{late}\n{out[-500:]}{err[-1500:]}"
     return code, out, err
+
+
+def finish_all(processes):
+    """finish of each; where any failed, one error that names all that did."""
+    failed = []
+    for process in processes:
+        try:
+            finish(process)
+        except AssertionError as err:
+            failed.append(str(err))
+    assert not failed, "\n".join(failed)
 
 
 def run(*words, **env):
     return finish(start(*words, **env))
 
 
-def bytes_of(folder):
-    return [(folder / f"{name}.npy").read_bytes() for name in ("test_pred", "pseudo_label", "confidence", "train_feature")]
+def check_same_bytes(one, other):
+    differ = [name for name in ("test_pred", "pseudo_label", "confidence", "train_feature")
+              if (one / f"{name}.npy").read_bytes() != (other / f"{name}.npy").read_bytes()]
+    assert not differ, f"{' and '.join(differ)} differ"
 
 
 class Check:
@@ -103,7 +133,7 @@ class Check:
     def same_seed_same_bytes(self):
         with ThreadPoolExecutor() as pool:
             one, other = pool.map(self.both, ("first", "second"))
-        assert bytes_of(one) == bytes_of(other)
+        check_same_bytes(one, other)
         config = json.loads((one / "results.json").read_text())["config"]
         return f"two runs with dropout in {config['dtype']} end in the same bytes"
 
@@ -112,16 +142,21 @@ class Check:
         whole = self.both("whole", train=flags)
         task = (*self.task, "--out_dir", self.folder / "broken")
         run("pretrain.py", *task, "--encoder", self.folder / "plain", *PRETRAIN)
-        log = self.folder / "broken" / RUN / "log.jsonl"
-        for epochs, sent, code in ((3, signal.SIGTERM, 2), (6, signal.SIGKILL, -signal.SIGKILL)):
-            process = start("train_imbanid.py", *task, *TRAIN, *flags)
-            while process.poll() is None and not (log.exists() and len(log.read_text().splitlines()) >= epochs):
-                time.sleep(0.005)
-            process.send_signal(sent)
-            assert finish(process, ok=False)[0] == code
-        said = run("train_imbanid.py", *task, *TRAIN, *flags)[1]
-        assert "resuming" in said and bytes_of(whole) == bytes_of(self.folder / "broken" / RUN), said
-        return f"after SIGTERM and a kill -9, '{said.splitlines()[0].split('/')[-1]}', the same bytes as unbroken"
+        words, log = ("train_imbanid.py", *task, *TRAIN, *flags), self.folder / "broken" / RUN / "log.jsonl"
+        steps = math.ceil(len(np.load(self.folder / "data" / RUN / "train_label.npy")) / 64)
+        code, _, err = finish(start("-c", STOP, steps + steps // 2, *words), ok=False)
+        assert code == 2, err
+        process = start(*words)
+        while process.poll() is None and not (log.exists() and len(log.read_text().splitlines()) >= 6):
+            time.sleep(0.005)
+        process.kill()
+        code, first, err = finish(process, ok=False)
+        assert code == -signal.SIGKILL and f"after epoch 1 and {steps // 2} batches" in first, (code, first, err)
+        said = run(*words)[1]
+        assert "resuming" in said, said
+        check_same_bytes(whole, self.folder / "broken" / RUN)
+        return (f"after SIGTERM and a kill -9, '{first.splitlines()[0].split('/')[-1]}' and "
+                f"'{said.splitlines()[0].split('/')[-1]}', the same bytes as unbroken")
 
     def all_flags(self):
         """The pseudo-labels of Table 3 and the number of classes, each whole on the GPU."""
@@ -130,16 +165,14 @@ class Check:
         kinds = {"kmeans": ("--num_classes", "auto"), "mot": (), "eot": ("--num_classes", "appendix_e"), "cot": ("--no_cache",)}
         started = [start("train_imbanid.py", *task, *TRAIN, "--pseudo_label", kind, *flags, "--tag", f"by_{kind}")
                    for kind, flags in kinds.items()]
-        for process in started:
-            finish(process)
+        finish_all(started)
         return f"--pseudo_label {', '.join(kinds)}, --num_classes auto and appendix_e, --no_cache, --trained_layers 2 end"
 
     def compared_methods(self):
         task = (*self.task, "--encoder", self.folder / "plain", "--max_length", 32)
         started = [start("-m", f"baselines.{name}", *task, "--out_dir", self.folder / f"of_{name}", *flags)
                    for name, flags in METHODS.items()]
-        for process in started:
-            finish(process)
+        finish_all(started)
         return f"{', '.join(METHODS)} end"
 
     def new_texts(self):
@@ -160,7 +193,8 @@ class Check:
             "--no_mlm")
         several = torch.cuda.device_count() > 1
 
-        def two(*words):
+        def two(*words, first=(), ok=True):
+            """finish of both; the first is started with the words `first` in front."""
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
                 port = free.getsockname()[1]
@@ -168,9 +202,9 @@ class Check:
             if not several:
                 env |= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_P2P_DISABLE": 1, "NCCL_SHM_DISABLE": 1, "NCCL_IB_DISABLE": 1}
             own = [{"LOCAL_RANK": rank} if several else {"LOCAL_RANK": 0, "NCCL_HOSTID": f"host{rank}"} for rank in range(2)]
-            started = [start(*words, **env, RANK=rank, **own[rank]) for rank in range(2)]
-            with ThreadPoolExecutor() as pool:
-                return [*pool.map(finish, started)]
+            started = [start(*(() if rank else first), *words, **env, RANK=rank, **own[rank]) for rank in range(2)]
+            with ThreadPoolExecutor() as pool:  # with both read at once none waits for a full pipe
+                return [*pool.map(partial(finish, ok=ok), started)]
 
         task = (*self.task, "--out_dir", self.folder / "two", *FLOAT)
         two("pretrain.py", *task, "--encoder", self.folder / "calm", *PRETRAIN, "--no_mlm")
@@ -180,25 +214,33 @@ class Check:
         two("train_imbanid.py", *task, *TRAIN)
         results = json.loads((self.folder / "two" / RUN / "results.json").read_text())
         assert results["processes"] == 2 and abs(np.load(self.folder / "two" / RUN / "beta.npy").sum() - 1) < 1e-6
+        run("pretrain.py", *self.task, "--out_dir", self.folder / "pair", "--encoder", self.folder / "plain", *PRETRAIN)
+        words = ("train_imbanid.py", *self.task, "--out_dir", self.folder / "pair", *TRAIN, "--tag")  # with dropout
+        two(*words, "whole")
+        codes = [code for code, *_ in two(*words, "broken", first=("-c", STOP, 7), ok=False)]
+        said = two(*words, "broken")[0][1]
+        assert codes == [2, 2] and "after epoch 0 and 7 batches" in said, (codes, said)
+        check_same_bytes(*(self.folder / "pair" / f"{RUN}_{tag}" for tag in ("whole", "broken")))
         return (f"two processes on {'two GPUs' if several else 'one GPU'}: the losses of pre-training differ from those of "
-                f"one by {furthest:.1e}; stage 3 ends")
+                f"one by {furthest:.1e}; stage 3 ends, and in the same bytes if it is stopped within an epoch")
 
     def refusals(self):
         """Exit code 2 and one line, where more processes than GPUs are started, and where the GPU has memory for nothing, for
         the model alone, and for that and its products.
         """
         count = torch.cuda.device_count() + 1
-        words = (*self.task, "--out_dir", self.folder / "refused", "--encoder", self.folder / "plain", *PRETRAIN)
+        words = (*self.task, "--encoder", self.folder / "plain", *PRETRAIN, "--out_dir")
         env = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "RANK": 0, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1",
                "MASTER_PORT": 29999}
         limited = ("import runpy, sys, torch; torch.cuda.set_per_process_memory_fraction({} / torch.cuda.mem_get_info()[1]); "
                    "sys.argv = sys.argv[1:]; sys.path.insert(0, '.'); runpy.run_path(sys.argv[0], run_name='__main__')")
-        said, started = [], [start("pretrain.py", *words, **env)]
-        started += [start("-c", limited.format(mb * 2**20), "pretrain.py", *words) for mb in (1, 3, 45)]
+        said, started = [], [start("pretrain.py", *words, self.folder / "refused", **env)]
+        started += [start("-c", limited.format(mb * 2**20), "pretrain.py", *words, self.folder / f"refused{mb}")
+                    for mb in (1, 3, 45)]
         for process, reason in zip(started, ("visible GPUs", "cannot be used", "cannot be used", "out of memory"), strict=True):
             code, _, err = finish(process, ok=False)
             lines = [line for line in err.splitlines() if line.strip()]
-            assert code == 2 and len(lines) == 1 and reason in lines[0], (code, reason, err[-2000:])
+            assert code == 2 and len(lines) == 1 and reason in lines[0], (code, reason, err[-1000:])
             said += lines
         return "refused: " + " | ".join(said)
 
@@ -271,22 +313,25 @@ def main():
         def attempt(name):
             begun = time.perf_counter()
             try:
-                said, passed = getattr(check, name)(), True
+                said, well = getattr(check, name)(), True
             except Exception:
-                said, passed = traceback.format_exc(), False
-            print(f"{'ok' if passed else 'FAILED'}: {name}, {time.perf_counter() - begun:.0f} s: {said}", flush=True)
-            return passed
+                said, well = traceback.format_exc()[-2500:], False
+            print(f"{'ok' if well else 'FAILED'}: {name}, {time.perf_counter() - begun:.0f} s: {said}", flush=True)
+            return well
 
         here = [name for name in wanted if name in ("transport", "batch", "attention")]  # before others share the GPU
+        others = [name for name in wanted if name not in here]
         try:
-            passed = [*map(attempt, here)]
-            with ThreadPoolExecutor(6) as pool:
-                passed += pool.map(attempt, [name for name in wanted if name not in here])
+            passed = {name: attempt(name) for name in here}
+            with ThreadPoolExecutor() as pool:
+                passed |= zip(others, pool.map(attempt, others))
         finally:
             for process in STARTED:
                 process.kill()
                 process.wait()
-    if not all(passed):
+    failed = [name for name, well in passed.items() if not well]
+    print(f"{len(passed) - len(failed)} of {len(passed)} checks passed" + f"; FAILED: {', '.join(failed)}" * bool(failed))
+    if failed:
         raise SystemExit(1)
 
 

@@ -35,8 +35,16 @@ def test_the_pretended_gpu_refuses_what_a_real_one_refuses(monkeypatch):
                 wrong()
 
 
+def test_no_process_touches_the_gpu_before_the_one_place_that_says_why_it_cannot_be_used(tmp_path):
+    """Here none can be: what asked for it would fail."""
+    reached = []
+    pretrain.on_all_processes(torch.device("cuda"), {}, tmp_path / "out", lambda *where: reached.append(where))
+    assert reached == [(0, 1, torch.device("cuda"))]
+
+
 def test_both_stages_on_a_gpu(monkeypatch, tiny_run, calm_encoder, tmp_path):
     """Without dropout, which a GPU draws in another way, pre-training has the CPU's losses. Stage 3 ends in all its forms."""
+    monkeypatch.setattr(pretrain, "SAVE_STEPS", 1)  # so that checkpoints from within an epoch are written too
     here, there = ((*tiny_run[0][:-1], tmp_path / side) for side in ("cpu", "gpu"))
     run(pretrain, *here, "--encoder", calm_encoder, *TINY_PRETRAIN)
     with pretend_gpu(monkeypatch, "pretrain", "train_imbanid"):

@@ -1,4 +1,6 @@
 import math
+import os
+import socket
 import subprocess
 import sys
 import warnings
@@ -389,6 +391,39 @@ def test_two_ranks_with_uneven_rows_get_the_beta_of_one(tmp_path):
                            str(tmp_path / "check.py")], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0 and done.stdout.count("refused log_p must not hold NaN") == 2, done.stderr
     assert done.stdout.count("refused row must be finite") == 2
+
+
+APART = """
+import sys, torch, torch.distributed as dist
+sys.path.insert(0, {repo!r})
+from rot import relaxed_ot
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+def add(x):
+    dist.all_reduce(x)
+    return x
+log_p = 3 * torch.randn(300, 60, generator=torch.Generator().manual_seed(0), dtype=torch.float64).log_softmax(1)
+log_p[:, :3] -= 40
+for penalty in ("reverse_kl", "kl", "equality"):
+    found = relaxed_ot(log_p[dist.get_rank()::2], 0.002, 0.05, penalty=penalty, reduce=add)
+    both = torch.zeros(2, 60, dtype=torch.float64)
+    both[dist.get_rank()] = found.potential
+    assert torch.equal(*add(both)), penalty
+"""
+
+
+def test_processes_that_round_apart_take_the_same_steps(tmp_path):
+    """One adds with other instructions than the other, as on nodes with other processors."""
+    (tmp_path / "check.py").write_text(APART.format(repo=str(Path(__file__).parent.parent)))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    both = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    started = [subprocess.Popen([sys.executable, str(tmp_path / "check.py")], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                text=True, env={**both, **own})
+               for own in ({"RANK": "0"}, {"RANK": "1", "ATEN_CPU_CAPABILITY": "default"})]
+    said = [process.communicate(timeout=PATIENCE) for process in started]
+    assert [process.returncode for process in started] == [0, 0], said
 
 
 def test_warm_start_chunks_and_no_plan(monkeypatch):
