@@ -31,7 +31,7 @@ def class_means(z, label, K):
 def fitted_kmeans(z, K, seed, n_init=10, init=None):
     """scikit-learn's KMeans fitted to z (N, H): the best of n_init k-means++ starts, or from the centres init (K, H) on.
 
-    On two threads at most: more of them add up in any order, and the same run would give other bytes.
+    On two threads: more of them add up in any order, and the same run would give other bytes.
     """
     start = {"n_init": n_init} if init is None else {"n_init": 1, "init": init.cpu().numpy()}
     with threadpool_limits(2, "openmp"):
@@ -221,10 +221,10 @@ def appendix_e(z, num_known, max_classes, min_cluster, seed):
 def splits_and_merges(z, label, dev_z, dev_label, K, args_of_seeding, seed):
     """B-cubed recall and precision, from 0 to 1, of known classes that were hidden from a seeding with K centres.
 
-    Every known class is hidden once, a quarter of them at a time. z: (N, H), label: (N,), -1 unlabelled; dev_z, dev_label:
-    the labelled rows that the seeding never sees. args_of_seeding: seed_centres' kappa to sample_rate. Recall is the share of
-    a row's class that is in its cluster, precision the share of its cluster that is of its class, both over labelled and dev
-    rows, itself left out; the mean over hidden rows. The K - num_known unknown classes compete for the novel centres too, but
+    Every known class is hidden once, about a quarter of them at a time. z: (N, H), label: (N,), -1 unlabelled; dev_z,
+    dev_label: other labelled rows, whose labels the seeding never sees. args_of_seeding: seed_centres' kappa to sample_rate.
+    Recall is the share of a row's class that is in its cluster, precision the share of its cluster that is of its class, both
+    over labelled and dev rows, itself left out; the mean over hidden rows. The K - num_known unknown classes compete for the novel centres too, but
     no row of theirs has a label: how many of their rows are in a cluster is judged by how many of the other hidden classes are
     there.
     """
@@ -311,7 +311,7 @@ def estimate_num_classes(z, label, dev_z, dev_label, args_of_seeding, seed):
     With too few centres a hidden class shares its cluster (precision is low), with too many it is torn (recall is low);
     where the two meet the number is right on average for the known classes, hence for the unknown ones, which differ from
     them in nothing but that nobody labelled them. K is searched on a geometric grid and read off a straight line through
-    the four values around the crossing. With fewer than 200 labelled rows num_classes_without_labels has a say in it, the more
+    the four values nearest to the crossing. With fewer than 200 labelled rows num_classes_without_labels has a say in it, the more
     the fewer, since the two err in different ways; with fewer than four known classes of two labelled rows or more it decides.
     Of a large corpus SEARCHED unlabelled rows are looked at. Where the labelled rows tell the sizes of the known classes, the
     estimate is held within one standard error of the number of classes of their mean size in the other rows.

@@ -341,6 +341,33 @@ def test_splits_and_merges_are_bcubed_of_the_hidden_classes_with_the_unseen_ones
     assert found == pytest.approx((sum(recall) / len(recall), sum(precision) / len(precision)), rel=1e-4)
 
 
+def test_a_hidden_class_of_a_single_labelled_text_is_not_judged():
+    z, label, dev_z, dev = made_up(12, 8, 0)
+    label[torch.where(label == 7)[0][1:]] = -1
+    kept = dev != 7
+    assert all(map(math.isfinite, splits_and_merges(z, label, dev_z[kept], dev[kept], 12, (30.0, 10.0, 5, 0.0), 0)))
+
+
+@pytest.mark.parametrize("balance, found", [({2: 2.5, 3: 1.5, 4: 0.5, 5: -0.5}, 38), ({2: 0.3, 3: 0.2, 4: 0.01, 5: -0.3}, 34)])
+def test_the_number_of_classes_is_read_off_a_line_through_four_values(monkeypatch, balance, found):
+    """Recall minus precision at 20 * 1.15^step classes: on a line that crosses at step 4.5, and where one through two says 35."""
+    z, label, dev_z, dev = made_up(30, 20, 0, labelled=10)
+
+    def measured(*given):
+        return balance[round(math.log(given[4] / 20) / math.log(1.15))], 0.0
+
+    monkeypatch.setattr("seeding.splits_and_merges", measured)
+    assert estimate_num_classes(z, label, z[:0], label[:0], (30.0, 10.0, 5, 0.0), 0) == found
+
+
+def test_the_estimate_moves_a_fifth_as_many_centres(monkeypatch):
+    z, label, dev_z, dev = made_up(30, 20, 0, labelled=10)
+    seen = []
+    monkeypatch.setattr("seeding.splits_and_merges", lambda *given: seen.append(given[5]) or (0.0, 1.0))
+    estimate_num_classes(z, label, dev_z, dev, (30.0, 10.0, 300, 0.0), 0)
+    assert set(seen) == {(30.0, 10.0, 60, 0.0)}
+
+
 def test_class_sizes_bound_the_number_of_classes(monkeypatch):
     """12 classes known, 8 novel ones of two separate halves each, which the features alone give a wrong number for."""
     g = torch.Generator().manual_seed(1)
@@ -408,6 +435,35 @@ def test_the_moves_find_every_class(seed):
     assert len({int(found[truth == k].mode()[0]) for k in range(24)}) == 24
 
 
+def test_a_move_stays_only_where_the_objective_rises(monkeypatch):
+    x, label, _ = blobs([40] * 3)
+    fell = []
+
+    def falling(*given):
+        fell.append(1)
+        return *mixture_step(*given)[:3], torch.tensor(-float(len(fell)))
+
+    monkeypatch.setattr("seeding.mixture_step", falling)
+    moved, unmoved = (seed_centres(x, label, 4, 2, 20.0, 10.0, swaps, 0.0, 0) for swaps in (10, 0))
+    assert torch.equal(moved, unmoved)
+
+
+def test_a_moved_centre_starts_with_an_equal_share_and_what_is_missed_is_reckoned_anew(monkeypatch):
+    """Here every move stays. 20 steps come before the first, three with each."""
+    x, label, _ = blobs([40] * 4, spread=0.2)
+    shares, scored = [], []
+
+    def rising(*given):
+        shares.append(given[4].clone())
+        return *mixture_step(*given)[:3], torch.tensor(float(len(shares)))
+
+    monkeypatch.setattr("seeding.mixture_step", rising)
+    monkeypatch.setattr("seeding.mixture_score", lambda *given: scored.append(1) or mixture_score(*given))
+    seed_centres(x, label, 6, 2, 20.0, 10.0, 4, 0.0, 0)
+    assert len(scored) == len(shares) + 4, "once a step, and once before each move"
+    assert all((shares[20 + 3 * i][2:] + math.log(6)).abs().min() < 1e-6 for i in range(4))
+
+
 def test_equal_rows_and_few_rows():
     label = torch.tensor([0, 0] + [-1] * 38)
     assert seed_centres(torch.eye(4)[:1].repeat(40, 1), label, 4, 1, 20.0, 10.0, 5, 0.0, 0).isfinite().all()
@@ -420,9 +476,10 @@ def test_equal_rows_and_few_rows():
 
 def test_the_sizes_bound_what_the_measures_without_labels_say(monkeypatch):
     x, label, _ = blobs([80, 60, 40, 20, 10])
-    monkeypatch.setattr("seeding.num_classes_without_labels", lambda *_: 1000)
-    monkeypatch.setattr("seeding.num_classes_by_size", lambda *_: (2, 7.0))
-    assert estimate_num_classes(x, label, x[:0], label[:0], (20.0, 10.0, 50, 0.1), 0) == 7
+    for bounds, said, found in (((2, 7.0), 1000, 7), ((5, 7.0), 3, 5)):
+        monkeypatch.setattr("seeding.num_classes_without_labels", lambda *_, said=said: said)
+        monkeypatch.setattr("seeding.num_classes_by_size", lambda *_, bounds=bounds: bounds)
+        assert estimate_num_classes(x, label, x[:0], label[:0], (20.0, 10.0, 50, 0.1), 0) == found
 
 
 def test_appendix_e_starts_from_three_times_the_known_classes(monkeypatch):
