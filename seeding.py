@@ -224,9 +224,9 @@ def splits_and_merges(z, label, dev_z, dev_label, K, args_of_seeding, seed):
     Every known class is hidden once, about a quarter of them at a time. z: (N, H), label: (N,), -1 unlabelled; dev_z,
     dev_label: other labelled rows, whose labels the seeding never sees. args_of_seeding: seed_centres' kappa to sample_rate.
     Recall is the share of a row's class that is in its cluster, precision the share of its cluster that is of its class, both
-    over labelled and dev rows, itself left out; the mean over hidden rows. The K - num_known unknown classes compete for the novel centres too, but
-    no row of theirs has a label: how many of their rows are in a cluster is judged by how many of the other hidden classes are
-    there.
+    over labelled and dev rows, itself left out; the mean over hidden rows. The K - num_known unknown classes compete for the
+    novel centres too, but no row of theirs has a label: how many of their rows are in a cluster is judged by how many of the
+    other hidden classes are there.
     """
     num_known, generator = int(label.max()) + 1, torch.Generator().manual_seed(seed)
     rows, truth = torch.cat([z[label >= 0], dev_z]), torch.cat([label[label >= 0], dev_label])
@@ -308,12 +308,12 @@ def num_classes_by_size(label, num_known, sample_rate):
 def estimate_num_classes(z, label, dev_z, dev_label, args_of_seeding, seed):
     """The number of classes at which known classes, had they been hidden, are split as often as they are merged.
 
-    With too few centres a hidden class shares its cluster (precision is low), with too many it is torn (recall is low);
-    where the two meet the number is right on average for the known classes, hence for the unknown ones, which differ from
-    them in nothing but that nobody labelled them. K is searched on a geometric grid and read off a straight line through
-    the four values nearest to the crossing. With fewer than 200 labelled rows num_classes_without_labels has a say in it, the more
-    the fewer, since the two err in different ways; with fewer than four known classes of two labelled rows or more it decides.
-    Of a large corpus SEARCHED unlabelled rows are looked at. Where the labelled rows tell the sizes of the known classes, the
+    With too few centres a hidden class shares its cluster (precision is low), with too many it is torn (recall is low); where
+    the two meet the number is right on average for the known classes, hence for the unknown ones, which differ from them in
+    nothing but that nobody labelled them. K is searched on a geometric grid and read off a straight line through the four
+    values nearest to the crossing. With fewer than 200 labelled rows num_classes_without_labels has a say in it, the more the
+    fewer, since the two err in different ways; with fewer than four known classes of two labelled rows or more it decides. Of
+    a large corpus SEARCHED unlabelled rows are looked at. Where the labelled rows tell the sizes of the known classes, the
     estimate is held within one standard error of the number of classes of their mean size in the other rows.
     """
     num_known, balance = int(label.max()) + 1, {}

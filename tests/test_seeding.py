@@ -350,7 +350,7 @@ def test_a_hidden_class_of_a_single_labelled_text_is_not_judged():
 
 @pytest.mark.parametrize("balance, found", [({2: 2.5, 3: 1.5, 4: 0.5, 5: -0.5}, 38), ({2: 0.3, 3: 0.2, 4: 0.01, 5: -0.3}, 34)])
 def test_the_number_of_classes_is_read_off_a_line_through_four_values(monkeypatch, balance, found):
-    """Recall minus precision at 20 * 1.15^step classes: on a line that crosses at step 4.5, and where one through two says 35."""
+    """Recall minus precision at 20 * 1.15^step classes: on a line that crosses at 4.5, and where one through two says 35."""
     z, label, dev_z, dev = made_up(30, 20, 0, labelled=10)
 
     def measured(*given):
