@@ -85,7 +85,8 @@ def relaxed_ot(log_p, lambda1=0.05, lambda2=2.0, *, row=None, prior=None, penalt
     if not residual <= tol:
         warnings.warn(f"relaxed_ot: the {solver} solver stopped at residual {residual:.1e} after {n_iter} iterations "
                       f"(tol {tol:.1e})", RuntimeWarning, stacklevel=3)  # no_grad is a frame of its own
-    return RotResult(problem.plan(g) if return_plan else None, problem.beta(g)[0], g, n_iter, residual, residual <= tol)
+    beta, = problem.alike(problem.beta(g)[0])
+    return RotResult(problem.plan(g) if return_plan else None, beta, g, n_iter, residual, residual <= tol)
 
 
 def moving_average_marginal(beta, log_p, mu=0.9, reduce=None):
@@ -188,7 +189,8 @@ def _survey(log_p, alpha, prior, penalty, lambda1, chunk_rows, reduce):
     start = torch.where((near == 0) & ~empty, total_gap / usable.clamp_min(1), 0.0)
     if not start.isfinite().all():
         raise ValueError(TOO_FAR)
-    spread = math.fsum(total_gap.tolist()) / math.fsum(usable.tolist())  # which rounds alike on all processes
+    # fsum rounds alike on all processes; divided first, the sum stays finite.
+    spread = math.fsum((total_gap / math.fsum(usable.tolist())).tolist())
     return alpha / weight, prior / prior.sum(), start, spread, int(faults[4])
 
 
@@ -412,4 +414,4 @@ def _sinkhorn(problem, g, tol, max_iter, sweeps):
             _, q, updated, residual = problem.value_and_sums(g)
             n_iter += 1
         beta = updated
-    return g - g.mean(), n_iter, float(residual)
+    return problem.alike(g - g.mean())[0], n_iter, float(residual)

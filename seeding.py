@@ -312,10 +312,10 @@ def estimate_num_classes(z, label, dev_z, dev_label, args_of_seeding, seed):
     the two meet the number is right on average for the known classes, hence for the unknown ones, which differ from them in
     nothing but that nobody labelled them. K is searched on a geometric grid and read off a straight line through the four
     values nearest to the crossing. num_classes_without_labels has a say in it, since the two err in different ways: with fewer
-    than 200 labelled rows up to half, with at most twelve known classes of two labelled rows or more three quarters (three or
-    fewer are hidden at a time then, which tells too little of merges, and the number is too low), with fewer than four all of
-    it. Of a large corpus SEARCHED unlabelled rows are looked at. Where the labelled rows tell the sizes of the known classes,
-    the estimate is held within one standard error of the number of classes of their mean size in the other rows.
+    than 200 labelled rows up to half, with at most twelve known classes of two labelled rows or more three quarters (of these
+    about three are hidden at a time then, which tells too little of merges, and the number is too low), with fewer than four
+    all of it. Of a large corpus SEARCHED unlabelled rows are looked at. Where the labelled rows tell the sizes of the known
+    classes, the estimate is held within one standard error of the number of classes of their mean size in the other rows.
     """
     num_known, balance = int(label.max()) + 1, {}
     if (label >= 0).all():
@@ -349,7 +349,7 @@ def estimate_num_classes(z, label, dev_z, dev_label, args_of_seeding, seed):
             measure(step)
     near = sorted(balance, key=lambda s: abs(balance[s]))[:4]
     slope, height = np.polyfit(near, [balance[s] for s in near], 1) if len(near) > 1 else (0, 0)
-    crossing = -height / slope if slope < 0 else near[0]
+    crossing = -height / slope if slope < -1e-9 else near[0]  # equal values have a slope of rounding errors
     found = num_known * 1.15 ** min(max(crossing, min(near) - 1), max(near) + 1)
     say = max(0.0, 0.5 - int(sizes.sum()) / 400, 0.75 * (told <= 12))
     if say:

@@ -357,7 +357,7 @@ def evaluate(args, z, head, pseudo_label, data, labels, meta, kmeans_file):
 def score(clusters, pseudo_label, labels, data, num_known):
     """{row of results.json: cluster_metrics}: of clusters of the test rows, {row: int (M,)}, and of the pseudo-labels (N,).
 
-    This is the one place that uses train_truth.npy, which open_run has only looked at.
+    This is the one place that uses train_truth.npy: open_run sees only that it can be opened.
     """
     counts, truth, unlabelled = np.load(data / "class_counts.npy"), np.load(data / "train_truth.npy"), labels["train"] < 0
     return {**{row: cluster_metrics(labels["test"], found, num_known, counts) for row, found in clusters.items()},

@@ -59,7 +59,8 @@ METHODS = {"gcd": ("--epochs", 2), "deepaligned": ("--epochs", 2), "clnn": ("--e
 
 
 def start(*words, **env):
-    env = {**os.environ, "OMP_NUM_THREADS": "2", **{key: str(value) for key, value in env.items()}}  # several run at once
+    env = {**os.environ, "OMP_NUM_THREADS": "2",  # several run at once
+           "PYTHONUNBUFFERED": "1", **{key: str(value) for key, value in env.items()}}  # what a killed one has said is read
     STARTED.append(subprocess.Popen([sys.executable, *map(str, words)], cwd=REPO, text=True, stdout=subprocess.PIPE,
                                     stderr=subprocess.PIPE, env=env))
     return STARTED[-1]

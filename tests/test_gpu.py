@@ -35,8 +35,8 @@ def test_the_pretended_gpu_refuses_what_a_real_one_refuses(monkeypatch):
                 wrong()
 
 
-def test_no_process_touches_the_gpu_before_the_one_place_that_says_why_it_cannot_be_used(tmp_path):
-    """Here none can be: what asked for it would fail."""
+def test_one_process_locks_its_folder_without_the_gpu(tmp_path):
+    """Here there is none: what asked for it would fail. Why one cannot be used is said where the model is moved to it."""
     reached = []
     pretrain.on_all_processes(torch.device("cuda"), {}, tmp_path / "out", lambda *where: reached.append(where))
     assert reached == [(0, 1, torch.device("cuda"))]

@@ -405,10 +405,11 @@ def add(x):
 log_p = 3 * torch.randn(300, 60, generator=torch.Generator().manual_seed(0), dtype=torch.float64).log_softmax(1)
 log_p[:, :3] -= 40
 for penalty in ("reverse_kl", "kl", "equality"):
-    found = relaxed_ot(log_p[dist.get_rank()::2], 0.002, 0.05, penalty=penalty, reduce=add)
-    both = torch.zeros(2, 60, dtype=torch.float64)
-    both[dist.get_rank()] = found.potential
-    assert torch.equal(*add(both)), penalty
+    for how in (dict(lambda1=0.002), dict(lambda1=0.5, solver="sinkhorn")):
+        found = relaxed_ot(log_p[dist.get_rank()::2], lambda2=0.05, penalty=penalty, reduce=add, **how)
+        both = torch.zeros(2, 2, 60, dtype=torch.float64)
+        both[dist.get_rank()] = torch.stack([found.potential, found.beta])
+        assert torch.equal(*add(both)), (penalty, how)
 """
 
 
@@ -424,6 +425,12 @@ def test_processes_that_round_apart_take_the_same_steps(tmp_path):
                for own in ({"RANK": "0"}, {"RANK": "1", "ATEN_CPU_CAPABILITY": "default"})]
     said = [process.communicate(timeout=PATIENCE) for process in started]
     assert [process.returncode for process in started] == [0, 0], said
+
+
+@pytest.mark.parametrize("penalty", PENALTIES)
+def test_gaps_whose_sum_is_beyond_float64(penalty):
+    log_p = torch.tensor([[0, -1e308, -1e308], [0, -1, -1], [-2, 0, -1]], dtype=torch.float64)
+    assert relaxed_ot(log_p, 0.05, 2.0, penalty=penalty).converged
 
 
 def test_warm_start_chunks_and_no_plan(monkeypatch):
