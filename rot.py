@@ -376,10 +376,10 @@ def _newton_at(problem, g, state, tol, max_iter):
         t, (step, slope, most) = 1.0, problem.alike(step, grad @ step, most)
         while True:
             trial = g + t * step
-            state = problem.value_and_sums(trial)
+            state = reached, _, _, left = problem.value_and_sums(trial)
             # The value decides, but close to the optimum, where its digits run out, the residual does.
-            smaller = state[3] <= (1 - 0.1 * t) * residual
-            if slope > 0 and state[0] >= value + 1e-4 * t * slope or smaller and state[0] >= value - slack:
+            smaller = left <= (1 - 0.1 * t) * residual
+            if slope > 0 and reached >= value + 1e-4 * t * slope or smaller and reached >= value - slack:
                 break
             t /= 4
             # Where groups of columns hardly share a row the step may be 1e11 long, of which the first lambda1 is good.

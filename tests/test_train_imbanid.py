@@ -734,7 +734,8 @@ def children(pid):
     return found
 
 
-@pytest.mark.parametrize("stage, restarts", [("pretrain.py", 0), ("train_imbanid.py", 1)])
+@pytest.mark.parametrize("stage", ["train_imbanid.py", "pretrain.py"])
+@pytest.mark.parametrize("restarts", [0, 1])
 def test_a_killed_rank_ends_the_job_or_restarts_it(tiny_run, tiny_encoder, tmp_path, stage, restarts):
     task, folder = tiny_run
     if stage == "pretrain.py":
