@@ -33,12 +33,15 @@ def select_clean(label, confidence, beta, rho=0.7, tau_g=0.9, use_dr=True, use_q
     if label.ndim != 1 or label.dtype not in (torch.int32, torch.int64):  # others index as masks, or not at all
         raise ValueError(f"label must be int32 or int64 of shape (N,), got {label.dtype} {tuple(label.shape)}")
     N = len(label)
+    for name, value in (("confidence", confidence), ("beta", beta)):
+        if not value.is_floating_point():
+            raise ValueError(f"{name} must be a floating-point tensor, got {value.dtype}")
     if confidence.shape != (N,) or not ((confidence >= 0) & (confidence <= 1 + 1e-3)).all():
         raise ValueError(f"confidence must have shape ({N},) and lie in 0..1, without NaN")
-    if not beta.is_floating_point():
-        raise ValueError(f"beta must be a floating-point tensor, got {beta.dtype}")
     if beta.ndim != 1 or not (beta >= 0).all() or N and not 0 <= label.min() <= label.max() < len(beta):
         raise ValueError(f"beta must have shape (K,) with every label in 0..K-1, and hold no NaN, got {tuple(beta.shape)}")
+    if not beta.float().sum() <= 1.01:
+        raise ValueError(f"beta must hold class shares, which sum to 1, got a sum of {float(beta.float().sum()):.3g}")
     if labelled is not None and (labelled.shape != (N,) or labelled.dtype != torch.bool):
         raise ValueError(f"labelled must be bool of shape ({N},), got {labelled.dtype} {tuple(labelled.shape)}")
     if use_dr and not rho >= 0 or use_qr and tau_g != tau_g:

@@ -35,7 +35,7 @@ def match_clusters(truth, cluster):
     """The one-to-one map from clusters to classes with the most rows in agreement (Hungarian algorithm), or one such map.
 
     truth, cluster: as agreement takes them. Returns int, one entry for each number up to the largest in either: the class of
-    each cluster; that of a cluster left over has no rows, or is a number above all classes.
+    each cluster; that of a cluster left over shares no row with it, or is a number above all classes.
     """
     return linear_sum_assignment(agreement(truth, cluster), maximize=True)[1]
 
@@ -44,9 +44,12 @@ def size_groups(class_counts, num_known):
     """Head, medium and tail classes, 3:4:3 by training size within known and within novel, then joined (Sec. 4.1).
 
     class_counts: int (K,) training rows a class, known classes first. Returns {"head": ids, "medium": ids, "tail": ids}.
-    Raises ValueError where num_known is below 0 or above K.
+    Raises ValueError where num_known is below 0 or above K, or class_counts holds no integers (shares, say).
     """
-    class_counts = np.asarray(class_counts, dtype=np.int64)  # of an unsigned type, -0 would be above -1
+    class_counts = np.asarray(class_counts)
+    if class_counts.ndim != 1 or class_counts.size and class_counts.dtype.kind not in "iu":
+        raise ValueError(f"class_counts must be integers (K,), got {class_counts.dtype} {class_counts.shape}")
+    class_counts = class_counts.astype(np.int64)  # of an unsigned type, -0 would be above -1
     if not 0 <= num_known <= len(class_counts):
         raise ValueError(f"num_known must be from 0 to the {len(class_counts)} entries of class_counts, got {num_known}")
     groups = {"head": [], "medium": [], "tail": []}
@@ -69,7 +72,7 @@ def cluster_metrics(truth, cluster, num_known, class_counts):
     classes (NaN for a group without rows), per_class_mean the mean over classes. Matchings with the same ACC, which a poor
     clustering can have many of, share it out differently: of these six, each is the middle between the lowest and the
     highest that such a matching gives, so that none depends on how the clusters are numbered. Raises ValueError where
-    class_counts is too short, num_known out of its range, or truth and cluster are not what agreement takes.
+    class_counts is too short, it or num_known not what size_groups takes, or truth and cluster not what agreement takes.
     """
     table, K = agreement(truth, cluster), len(class_counts)
     rows, N = table.sum(0), len(truth)

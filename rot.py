@@ -33,7 +33,7 @@ TOO_FAR = "log_p lies too far apart for float64: pass -inf for what is forbidden
 
 
 class RotResult(NamedTuple):
-    plan: torch.Tensor | None  # (N, K) Q, rows sum to alpha; None with return_plan=False. N * plan are the pseudo-labels
+    plan: torch.Tensor | None  # (N, K) Q, rows sum to alpha (Q / alpha: the pseudo-labels); None with return_plan=False
     beta: torch.Tensor  # (K,) float64, the class distribution; sums to 1
     potential: torch.Tensor  # (K,) float64, the dual variable g: pass it as init to start warm
     n_iter: int  # Newton steps, or Sinkhorn sweeps
@@ -50,17 +50,17 @@ def relaxed_ot(log_p, lambda1=0.05, lambda2=2.0, *, row=None, prior=None, penalt
     lambda1: weight of the entropic term, > 0, in units of log_p. lambda2: weight of the penalty, > 0; unused by equality.
     row: (N,) positive sample weights, alpha up to scale (default: equal). prior: (K,) positive, up to scale (uniform).
     penalty: "reverse_kl", "kl" or "equality". solver: "newton", or "sinkhorn" with `sweeps` row and column scalings
-    before every update of beta and h (many sweeps need not converge: see `converged`).
-    tol: on the residual |Q^T 1 - beta|_1 (default 1e-9 for float64 input, 1e-6 below). max_iter: Newton steps (500) or
+    before every update of beta and h (three or more need not converge, least with a small lambda2: see `converged`).
+    tol: on the residual |Q^T 1 - beta|_1 (default 1e-9 for float64 rows, 1e-6 below). max_iter: Newton steps (500) or
     Sinkhorn sweeps (10,000). init: (K,) potential of an earlier solution. chunk_rows: rows a pass handles at once.
-    reduce: sums a tensor over processes that each hold some of the rows (none is allowed); all get the same beta, also where
-    their processors round apart.
+    reduce: sums a tensor over processes that each hold some of the rows (none is allowed), and all else alike; all get the
+    same beta, also where their processors round apart.
 
     Returns RotResult. Raises ValueError, naming the argument, for one out of range, or if a row or a column of log_p has no
     finite score (under kl such a column stays empty). Warns if it did not converge: where fixed shares cannot be met; now and
-    then under reverse_kl if lambda1 is 1e5 times smaller than the scores, or if the prior spans six decades (with solver
-    "sinkhorn" five) and lambda2 is not far above lambda1. A larger max_iter helps then, or a start from the solution at a
-    larger lambda2.
+    then from an init far off, or under reverse_kl if lambda1 is 1e5 times smaller than the scores, or if the prior spans six
+    decades (with solver "sinkhorn" five) and lambda2 is not far above lambda1. A larger max_iter helps then, or a start from
+    the solution at a larger lambda2.
     """
     lambda2 = 1.0 if penalty == "equality" else lambda2  # equality does not use it: any value may be passed
     log_p, alpha, prior, g = _check(log_p, lambda1, lambda2, row, prior, penalty, solver, init)
@@ -69,9 +69,9 @@ def relaxed_ot(log_p, lambda1=0.05, lambda2=2.0, *, row=None, prior=None, penalt
     for name, (value, least) in limits.items():
         if value is not None and not value >= least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
-    tol = tol if tol is not None else 1e-9 if log_p.dtype == torch.float64 else 1e-6
     chunk_rows = chunk_rows or max(2**18 // log_p.shape[1], log_p.shape[1])  # 2 MB of float64, or that of a Hessian
-    alpha, prior, start, spread, world = _survey(log_p, alpha, prior, penalty, lambda1, chunk_rows, reduce)
+    alpha, prior, start, spread, coarse, world = _survey(log_p, alpha, prior, penalty, lambda1, chunk_rows, reduce)
+    tol = tol if tol is not None else 1e-6 if coarse else 1e-9
     if penalty == "kl":  # a far column rests where -g / lambda2 = (g - gap) / lambda1, one with a share within a few lambda2
         start, spread = start * lambda2 / (lambda1 + lambda2), min(spread, 5 * lambda2)
     spread = min(spread, 1e6 * lambda1)  # beyond, a score is as good as -inf, and from a higher rung digits would be lost
@@ -107,7 +107,7 @@ def moving_average_marginal(beta, log_p, mu=0.9, reduce=None):
     v = v if reduce is None else reduce(v)
     if not v.sum() > 0:
         raise ValueError("log_p holds NaN, or no rows at all")
-    return mu * beta + (1 - mu) * v / v.sum()
+    return (mu * beta + (1 - mu) * v / v.sum()).clamp_min(1e-300)  # a class that no row is of for long comes down to 0
 
 
 def _check(log_p, lambda1, lambda2, row, prior, penalty, solver, init):
@@ -127,6 +127,7 @@ def _check(log_p, lambda1, lambda2, row, prior, penalty, solver, init):
     def vector(name, value, size, default):
         if value is None:
             return torch.full((size,), default, dtype=torch.float64, device=device)
+        value = value.copy() if hasattr(value, "copy") else value  # torch takes no numpy array that is reversed
         value = torch.as_tensor(value, dtype=torch.float64, device=device)
         if value.shape != (size,):
             raise ValueError(f"{name} must have shape ({size},), got {tuple(value.shape)}")
@@ -146,15 +147,16 @@ def _check(log_p, lambda1, lambda2, row, prior, penalty, solver, init):
 def _survey(log_p, alpha, prior, penalty, lambda1, chunk_rows, reduce):
     """One pass over all scores: refuses what has no solution.
 
-    Returns alpha and prior, summing to 1, a start, the spread, and the number of processes.
+    Returns alpha and prior, summing to 1, a start, the spread, whether a row is below float64, and the number of processes.
 
     The start of g is 0, but a column that no row comes near (50 lambda1 or more behind in all) is lifted to its mean gap.
     The spread is the mean gap between a row's best score and its others: the scale against which lambda1 is small or not.
     """
     K = log_p.shape[1]
     sums = torch.zeros(4, K, dtype=torch.float64, device=log_p.device)
-    faults = torch.zeros(5, dtype=torch.float64, device=log_p.device)
-    faults[3], faults[4] = (~(alpha.isfinite() & (alpha > 0))).sum(), 1  # the last one counts processes
+    faults = torch.zeros(6, dtype=torch.float64, device=log_p.device)  # the last two are none
+    faults[3] = (~(alpha.isfinite() & (alpha > 0))).sum()
+    faults[4], faults[5] = len(log_p) * (log_p.dtype != torch.float64), 1
     for i in range(0, len(log_p), chunk_rows):
         part = log_p[i:i + chunk_rows]
         top = part.amax(1, keepdim=True).double()
@@ -166,7 +168,7 @@ def _survey(log_p, alpha, prior, penalty, lambda1, chunk_rows, reduce):
             total = gap.masked_fill_(gap == math.inf, 0.0).sum(0)
         sums[:3] += torch.stack([total, len(part) - missing, near])
     sums[3, 0] = alpha.sum()
-    faults, sums = reduce(torch.cat([faults, sums.flatten()])).split([5, 4 * K])
+    faults, sums = reduce(torch.cat([faults, sums.flatten()])).split([6, 4 * K])
     total_gap, usable, near, (weight, *_) = sums.view(4, K)
     if faults[0]:
         raise ValueError("log_p must not hold NaN or +inf")
@@ -191,7 +193,7 @@ def _survey(log_p, alpha, prior, penalty, lambda1, chunk_rows, reduce):
         raise ValueError(TOO_FAR)
     # fsum rounds alike on all processes; divided first, the sum stays finite.
     spread = math.fsum((total_gap / math.fsum(usable.tolist())).tolist())
-    return alpha / weight, prior / prior.sum(), start, spread, int(faults[4])
+    return alpha / weight, prior / prior.sum(), start, spread, bool(faults[4]), int(faults[5])
 
 
 class _SemiDual:

@@ -184,7 +184,8 @@ def test_labelled_rows_are_clean_without_dr_and_confidence_is_above_tau_g():
 
 @pytest.mark.parametrize("name,value,word", [
     ("label", torch.zeros(2), "int64"), ("label", torch.zeros(2).byte(), "int64"), ("beta", torch.ones(1).long(), "beta"),
-    ("confidence", torch.tensor([0.5, 1.5]), "0..1")])
+    ("confidence", torch.tensor([0.5, 1.5]), "0..1"), ("confidence", torch.ones(2).long(), "confidence"),
+    ("beta", torch.tensor([5.0, 3.0]), "sum"), ("beta", torch.tensor([math.inf, 0.0]), "sum")])
 def test_what_is_no_label_share_or_probability_is_named(name, value, word):
     given = {"label": torch.zeros(2, dtype=torch.int64), "confidence": torch.ones(2), "beta": torch.ones(1)}
     with pytest.raises(ValueError, match=word):

@@ -56,6 +56,12 @@ def test_ties_do_not_hang_on_the_numbers():
     assert 7 * found[0]["known"] + 5 * found[0]["novel"] == pytest.approx(12 * found[0]["ACC"])
 
 
+@pytest.mark.parametrize("counts", [np.array([0.2, 0.8]), np.ones((2, 2), dtype=int)])
+def test_shares_are_no_class_counts(counts):
+    with pytest.raises(ValueError, match="class_counts must be integers"):
+        cluster_metrics([0, 1], [0, 1], 1, counts)
+
+
 def test_head_medium_tail_within_known_and_within_novel():
     counts = np.array([10, 90, 80, 70, 60, 50, 40, 30, 20, 100] + [5, 15, 25])  # 10 known, 3 novel
     groups = size_groups(counts, 10)

@@ -373,6 +373,8 @@ for first, keep in ((30, 2**26), (30, 0), (101, 2**26)):   # rank 1 holds 71 row
             part = relaxed_ot(log_p[own], row=weight[own], reduce=add, **args)
             assert (part.beta - whole.beta).abs().max() <= 1e-12, (penalty, solver, part.beta - whole.beta)
             assert (part.plan - whole.plan[own]).abs().sum() <= 1e-12
+    rows = log_p[own] if len(log_p[own]) else torch.empty(0, 7)   # of another type, as somebody may write it
+    assert (relaxed_ot(rows, reduce=add).beta - relaxed_ot(log_p).beta).abs().max() <= 1e-9
     mass = torch.full((7,), 1 / 7, dtype=torch.float64)
     assert torch.allclose(moving_average_marginal(mass, log_p[own], 0.5, add), moving_average_marginal(mass, log_p, 0.5))
 bad = float("nan") if dist.get_rank() == 0 else 1   # a fault in one rank's rows is every rank's error: none is left waiting
@@ -470,6 +472,19 @@ def test_moving_average_marginal():
     log_p = torch.tensor([[0.0, -1], [0, -1], [0, -1], [-1, 0]])
     beta = moving_average_marginal(torch.full((2,), 0.5, dtype=torch.float64), log_p, mu=0.9)
     assert torch.allclose(beta, torch.tensor([0.9 * 0.5 + 0.1 * 0.75, 0.9 * 0.5 + 0.1 * 0.25], dtype=torch.float64))
+
+
+def test_a_class_without_rows_for_long_stays_positive():
+    log_p, beta = scores(20, 3), torch.full((3,), 1 / 3, dtype=torch.float64)
+    log_p[:, 2] -= 1000
+    for _ in range(400):
+        beta = moving_average_marginal(beta, log_p, 0.1)
+    assert 0 < beta[2] < 1e-200 and relaxed_ot(log_p, prior=beta, penalty="equality").converged
+
+
+def test_a_prior_may_be_a_reversed_array():
+    shares = np.array([1.0, 2, 3, 4, 5, 6])
+    assert torch.equal(relaxed_ot(scores(), prior=shares[::-1]).plan, relaxed_ot(scores(), prior=shares[::-1].tolist()).plan)
 
 
 def test_a_fault_in_the_first_chunk_is_refused():
