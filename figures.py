@@ -39,15 +39,15 @@ PAPER = {("clinc", 1): (95.64, 97.26, 91.78), ("clinc", 3): (90.44, 95.60, 85.36
          ("banking", 5): (72.89, 83.60, 61.18), ("banking", 10): (66.59, 81.08, 55.80),
          ("stackoverflow", 1): (88.30, 83.52, 77.06), ("stackoverflow", 3): (87.40, 82.12, 75.09),
          ("stackoverflow", 5): (86.50, 81.42, 73.09), ("stackoverflow", 10): (82.60, 79.78, 71.15)}
-# The ACC of its other rows at gamma 1, 3, 5 and 10: {method: (CLINC's, BANKING's, StackOverflow's)}.
-PAPER_CORPORA, PAPER_GAMMAS = ("clinc", "banking", "stackoverflow"), (1, 3, 5, 10)
+PAPER_CORPORA = ("clinc", "banking", "stackoverflow")
+# The ACC of its other rows, in the order of PAPER.
 PAPER_METHODS = {
-    "gcd": ((77.50, 73.07, 67.96, 61.91), (58.95, 56.98, 53.41, 46.92), (66.81, 65.30, 59.10, 48.60)),
-    "deepaligned": ((86.49, 81.78, 79.02, 71.47), (64.63, 63.64, 60.06, 54.03), (80.26, 77.10, 78.50, 73.80)),
-    "clnn": ((89.46, 85.42, 79.38, 72.00), (77.22, 75.75, 70.65, 62.63), (82.90, 84.30, 76.70, 76.60)),
-    "dpn": ((89.06, 85.64, 84.49, 77.51), (72.96, 72.27, 61.69, 57.95), (48.09, 85.00, 81.00, 78.30)),
-    "latentem": ((88.99, 84.62, 83.78, 80.22), (74.03, 73.08, 69.51, 65.05), (80.50, 77.40, 79.20, 78.17)),
-    "usnid": ((92.18, 85.33, 82.49, 74.40), (79.92, 75.03, 70.06, 63.15), (86.43, 86.90, 83.00, 78.90))}
+    "gcd": (77.50, 73.07, 67.96, 61.91, 58.95, 56.98, 53.41, 46.92, 66.81, 65.30, 59.10, 48.60),
+    "deepaligned": (86.49, 81.78, 79.02, 71.47, 64.63, 63.64, 60.06, 54.03, 80.26, 77.10, 78.50, 73.80),
+    "clnn": (89.46, 85.42, 79.38, 72.00, 77.22, 75.75, 70.65, 62.63, 82.90, 84.30, 76.70, 76.60),
+    "dpn": (89.06, 85.64, 84.49, 77.51, 72.96, 72.27, 61.69, 57.95, 48.09, 85.00, 81.00, 78.30),
+    "latentem": (88.99, 84.62, 83.78, 80.22, 74.03, 73.08, 69.51, 65.05, 80.50, 77.40, 79.20, 78.17),
+    "usnid": (92.18, 85.33, 82.49, 74.40, 79.92, 75.03, 70.06, 63.15, 86.43, 86.90, 83.00, 78.90)}
 # The paper's Table 3, gamma 10: {tag: (title, head medium tail of CLINC, of BANKING, of StackOverflow)}.
 ABLATIONS = {
     "": ("ImbaNID", (82.52, 90.67, 71.26, 68.26, 66.05, 65.87, 90.67, 87.25, 81.67)),
@@ -83,6 +83,8 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#6
 FONTS = ("Noto Sans CJK SC", "WenQuanYi Zen Hei", "Microsoft YaHei", "Hiragino Sans", "Arial Unicode MS")  # what DejaVu lacks
 MAP_ROWS = 3000  # of which t-SNE takes 20 seconds
 
+
+# ---- tables, a function each; those before own_runs read what they are made of ----
 
 def read_results(path):
     """results.json of a run folder, or a small copy in results/."""
@@ -135,7 +137,7 @@ def scores_of(runs, row, column="ACC"):
     return np.array([run.get(row, {}).get(column) for run in runs], dtype=float)
 
 
-def spread(runs, key):
+def spread(runs, row):
     """{column: (mean, standard deviation)} of one row of results over seeds; NaN where any is null.
 
     UserError where the runs, or the pre-trainings they start from, differ in another setting than the seed.
@@ -147,13 +149,13 @@ def spread(runs, key):
             raise UserError(f"these runs of {first['method']} on {first['dataset']} differ in more than the seed ({flag} "
                             f"{first[flag]!r}, {value!r}): take their means one by one, and for a table remove some of them "
                             "from results/")
-    values = {c: scores_of(runs, key, c) for c in COLUMNS}
+    values = {c: scores_of(runs, row, c) for c in COLUMNS}
     return {c: (v.mean(), v.std(ddof=1) if len(v) > 1 else 0.0) for c, v in values.items()}
 
 
-def mean_of(runs, key, column="ACC"):
+def mean_of(runs, row, column="ACC"):
     """The mean of scores_of, of runs that spread takes for comparable."""
-    return spread(runs, key)[column][0]
+    return spread(runs, row)[column][0]
 
 
 def read_benchmark(path):
@@ -285,15 +287,10 @@ def ablation_t_table(folder="results"):
     return markdown(("ACC (T)", *(CORPORA[dataset][0] for dataset in corpora)), rows if corpora else [])
 
 
-def method_place(method):
-    """Where a method stands in a table: in the order of METHODS, those that somebody has added behind."""
-    return list(METHODS).index(method) if method in METHODS else len(METHODS)
-
-
 def title_place(item):
-    """Sorts {method's title: its runs}: methods as in method_place, their variants by title."""
+    """Sorts {method's title: its runs}: in the order of METHODS, those that somebody has added behind, variants by title."""
     title, runs = item
-    return method_place(runs[0]["method"]), title
+    return [*METHODS, runs[0]["method"]].index(runs[0]["method"]), title
 
 
 def method_title(run):
@@ -500,7 +497,7 @@ def other_settings_table(folder="results"):
         if tag and seeds:
             sides = groups.setdefault((*key, seeds), [[plain[seed] for seed in seeds]])
             sides.append([by_seed[seed] for seed in seeds])
-    for key in sorted(groups, key=lambda key: (method_place(key[0]), list(CORPORA).index(key[1]), key[2])):
+    for key in sorted(groups, key=lambda key: ([*METHODS, key[0]].index(key[0]), list(CORPORA).index(key[1]), key[2])):
         (_, dataset, gamma, _, seeds), sides = key, groups[key]
         first = sides[0][0]["config"]
         configs = [first | runs[0]["config"] for runs in sides]  # an older file may lack a flag
@@ -516,7 +513,7 @@ def other_settings_table(folder="results"):
 
 
 def schedules_table(folder="results"):
-    """The table in baselines/README.md of what the published schedules in full (tag "full") have above the short ones (none).
+    """The table in baselines/README.md of what the published schedules in full (tag "full") have above the short ones (no tag).
 
     Over all splits with both, whatever corpus and gamma; empty without any.
     """
@@ -539,11 +536,9 @@ def schedules_table(folder="results"):
 
 def paper_acc(method, dataset, gamma):
     """The paper's ACC of a method as a cell of a table, empty where it has none."""
-    if (dataset, gamma) not in PAPER or method not in ("imbanid", *PAPER_METHODS):
-        return ""
-    if method == "imbanid":
-        return f"{PAPER[dataset, gamma][0]:.2f}"
-    return f"{PAPER_METHODS[method][PAPER_CORPORA.index(dataset)][PAPER_GAMMAS.index(gamma)]:.2f}"
+    values = [acc for acc, *_ in PAPER.values()] if method == "imbanid" else PAPER_METHODS.get(method, ())
+    found = dict(zip(PAPER, values)).get((dataset, gamma))
+    return f"{found:.2f}" if found else ""
 
 
 def settings_table(folder="results"):
@@ -561,8 +556,7 @@ def settings_table(folder="results"):
                 rows.append([key, title, value if key != "num_classes" else value or "true",
                              " ".join(map(str, K if len(K) == 1 else [run["num_classes"] for run in found])),
                              " ".join(str(run["seed"]) for run in found),
-                             *(f"{mean:.2f}" for mean, _ in (spread(found, "test")[c] for c in COLUMNS[:5])),
-                             *(f"{mean_of(found, row):.2f}" for row in ("test_kmeans", "ss_kmeans_raw"))])
+                             *method_cells(found)[:6], f"{mean_of(found, 'ss_kmeans_raw'):.2f}"])
     columns = ("setting", "corpus", "value", "K", "seeds", *COLUMNS[:5], "ACC (T)", "semi-sup. k-means (10 starts), ACC")
     return markdown(columns, rows)
 
@@ -625,7 +619,7 @@ def transport_tables(folder="results"):
     return f"{first}\n\n{second}"
 
 
-def speed_table(folder="results"):
+def speed_tables(folder="results"):
     """The tables on the speed of training, built from results/bench_train.json (tests/bench_train.py --keep); or empty."""
     if not (path := Path(folder) / "bench_train.json").exists():
         return ""
@@ -657,7 +651,7 @@ def gpu_table(folder="results"):
 
 TABLES = (headline_table, results_table, ablation_table, ablation_t_table, settings_table, dev_table, overview_table,
           groups_table, leads_table, ends_table, methods_table, other_settings_table, schedules_table, transport_tables,
-          speed_table, gpu_table)  # what `table` builds
+          speed_tables, gpu_table)  # what `table` builds
 
 
 # ---- pictures, a function each; what draws them is imported where it is used, so that the tables start at once ----
@@ -825,11 +819,9 @@ def varied(runs, key, same=None):
     """
     ignored, found = (key, WITH_IT.get(key), "seed", "tag", "pretrain", "data"), {}
     for run in runs:
-        config = {**run["config"], "tag": run.get("tag", ""), "encoder": run["encoder"], "method": run["method"],
-                  "processes": run.get("processes", 1)}
+        config = {"trained_layers": (run["config"]["pretrain"] or {}).get("trained_layers", 1), **run["config"],
+                  "tag": run["tag"], "encoder": run["encoder"], "method": run["method"], "processes": run.get("processes", 1)}
         config["lambda2"] = config.get("lambda2") or (2.0 if config["gamma"] > 1 else 7.0)  # what train_imbanid.py makes of 0
-        pre = config.get("pretrain") or {}
-        config = {"dtype": pre.get("dtype"), "trained_layers": pre.get("trained_layers", 1)} | config  # older files lack them
         rest = {k: v for k, v in config.items() if (k in same if same else k not in ignored)}
         title = CORPORA[run["dataset"]][0] + ("" if key == "gamma" else f", gamma {run['gamma']:g}")
         found.setdefault(json.dumps(rest, sort_keys=True), (title, {}))[1].setdefault(config.get(key), []).append(run)
@@ -883,7 +875,7 @@ def setting_bars(found, key):
     for axis, (title, by_value) in zip(axes, found):
         scores = [spread(runs, "test") for runs in by_value.values()]
         method = next(iter(by_value.values()))[0]["method"]
-        names = {"": METHODS[method]} | {tag: row[0] for tag, row in ABLATIONS.items() if method == "imbanid"}
+        names = {"": METHODS.get(method, method)} | {tag: row[0] for tag, row in ABLATIONS.items() if method == "imbanid"}
         ticks = [names.get(value, short(value)).replace(" ", "\n") if key == "tag" else f"{100 * value:g}"
                  for value in by_value]
         bars(axis, {c: tuple(zip(*(score[c] for score in scores))) for c in COLUMNS[:3]}, ticks, title=title,
@@ -900,8 +892,7 @@ def report(run, pictures):
     with open_table(folder / "clusters.csv") as f:  # as somebody's spreadsheet may have left it
         clusters = [{key: value[:300] for key, value in line.items()} for line in records(f, folder / "clusters.csv")
                     if any(line.values())]  # a spreadsheet may leave an empty one
-    columns = clusters[0] if clusters else ()
-    if lacking := {"id", "known", "name", "size", "share", "confidence", "keywords"}.difference(columns):
+    if lacking := {"id", "known", "name", "size", "share", "confidence", "keywords"}.difference(*clusters[:1]):
         raise UserError(f"{folder}/clusters.csv has no column {min(lacking)}: put it back, or remove the file (and the names "
                         f"you gave) and run python predict.py {folder}")
     for number, line in enumerate(clusters, 1):
@@ -930,6 +921,8 @@ def report(run, pictures):
              "DATA": json.dumps({"clusters": clusters, "points": points}, ensure_ascii=False).replace("<", "\\u003c")}
     return re.sub("@([A-Z]+)@", lambda found: parts[found[1]], PAGE)  # one pass: what a text says is never filled in again
 
+
+# ---- what the command line asks for ----
 
 def attempt(path, build, *given):
     """Write the picture or page that build(*given) makes and say so, or why not. Returns whether it was made."""
@@ -1001,8 +994,7 @@ def keep(paths):
         raise UserError(f"{files[0]} is no folder of out/, whose results.json could be kept")
     for path in paths:
         run, name = read_benchmark(path), Path(os.path.abspath(path)).name  # of a link its own name
-        on_dev = run.get("on_dev") or Path(path).resolve().parent.name == "dev"
-        folder = Path("results") / ("dev" if on_dev else "")
+        folder = Path("results") / ("dev" if run.get("on_dev") else "")
         folder.mkdir(parents=True, exist_ok=True)
         target = folder / f"{name}.json"
         if target.exists() and read_results(target)["encoder"] != run["encoder"]:

@@ -13,6 +13,8 @@ Writes  data/<run>/  labels.txt  train.tsv dev.tsv test.tsv  train_label.npy tra
 The paper's Sec. 2: class k of K, sorted by size, keeps n_max * gamma^(-(k-1)/(K-1)) of its rows, so the largest class is
 gamma times the smallest. 75 % of the classes are known, 10 % of their rows are labelled, everything else is unlabelled.
 A table of your own is taken as it is: rows with a label are labelled, rows without are not.
+
+The second half is what every script shares: reading tables and data/<run>/, flags, a user's errors, files that appear whole.
 """
 import argparse
 import contextlib
@@ -192,7 +194,7 @@ def check_task(args):
 
 
 def download(url, path, sha256):
-    """Fetch url, a megabyte at most, to path; the file appears only if its sha256 is right."""
+    """Fetch url to path, read whole, since no corpus's file is above a megabyte; it appears only if its sha256 is right."""
     try:
         with urllib.request.urlopen(url, timeout=30) as answer:
             raw = answer.read()
@@ -220,32 +222,17 @@ def as_cell(value):
 
 
 def read_rows(path):
-    """The (text, label) rows of one raw file: tab separated, quoted as the csv module reads it, one header line."""
-    try:
-        raw = path.read_bytes()
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing: put it there; without --raw_dir the published corpora are downloaded") from None
-    if b"\0" in raw:
-        raise UserError(f"{path} holds a NUL byte: it is not a text file")
-    try:
-        text = raw.decode("utf-8-sig")
-    except UnicodeDecodeError as err:
-        line = raw[:err.start].count(b"\n") + 1
-        raise UserError(f"{path}, line {line}: not valid UTF-8; convert the file to UTF-8 first") from None
-    rows, reader = [], csv.reader(io.StringIO(text, newline=""), delimiter="\t", strict=True)
-    try:
-        for row in filter(None, reader):
-            rows.append([plain_text(cell) for cell in row])
-            if len(row) != 2:
-                raise UserError(f"{path}, line {reader.line_num}: {len(row)} column(s), expected text <tab> label")
-            if not (row[0].strip() and row[1].strip()):
-                raise UserError(f"{path}, line {reader.line_num}: empty {'text' if row[1].strip() else 'label'}")
-            rows[-1][1] = " ".join(rows[-1][1].split())  # a line of labels.txt
-    except csv.Error as err:
-        raise UserError(f"{path}, line {reader.line_num}: broken quoting ({err})") from None
-    if len(rows) < 2:
+    """The (text, label) rows of one raw file: a table of two columns, both of them filled in every row."""
+    if not path.exists():
+        raise UserError(f"{path} is missing: put it there; without --raw_dir the published corpora are downloaded")
+    with open_table(path) as file, contextlib.redirect_stderr(io.StringIO()):  # the notes are for tables of one's own
+        rows = [[*row.values()] for row in records(file, path)]
+    for number, row in enumerate(rows, 1):
+        if len(row) != 2 or not all(map(str.strip, row)):
+            raise UserError(f"{path}, row {number}: expected text <tab> label, neither of them empty")
+    if not rows:
         raise UserError(f"{path} is empty: expected a header line and rows of text <tab> label")
-    return rows[1:]
+    return [[text, " ".join(label.split())] for text, label in rows]  # the label becomes a line of labels.txt
 
 
 def raw_corpus(dataset, raw_dir, mirror):
@@ -578,9 +565,8 @@ def own_data(args):
     asked = {k: getattr(args, k) for k in ("text_column", "label_column", "dev_ratio")}
     if (folder / "meta.json").exists():
         meta = read_run(folder)[3]
-        sha = file_sha256(path) if path.is_file() else meta["raw_sha256"]["table"]
         anew = f"remove {folder} and add --restart to run_all.sh (tables that you edited are kept), or rename the file"
-        if meta["raw_sha256"]["table"] != sha:
+        if path.is_file() and file_sha256(path) != meta["raw_sha256"]["table"]:
             raise UserError(f"{folder} was made from another {path.name}: {anew}")
         if other := [f"no --{key}" if was == "" else f"--{key} {shlex.quote(str(was))}"
                      for key, was in meta["asked"].items() if was != asked[key]]:
@@ -720,18 +706,12 @@ def flush_stdout():
         sys.stdout.flush()
 
 
-def check_positive(args, *flags):
+def check_positive(args, *flags, or_zero=False):
     for flag in flags:
         value = getattr(args, flag)
-        if not 0 < value < MOST[type(value)]:
-            raise UserError(f"--{flag} {value} must be a number above 0 and below {MOST[type(value)]:g}")
-
-
-def check_zero_or_more(args, *flags):
-    for flag in flags:
-        value = getattr(args, flag)
-        if not 0 <= value < MOST[type(value)]:
-            raise UserError(f"--{flag} {value} must be 0 or more and below {MOST[type(value)]:g}")
+        if not (0 < value < MOST[type(value)] or or_zero and value == 0):
+            least = "0 or more" if or_zero else "a number above 0"
+            raise UserError(f"--{flag} {value} must be {least} and below {MOST[type(value)]:g}")
 
 
 def check_shares(args, *flags):
@@ -798,7 +778,10 @@ def write_atomic(path, content):
 # ---- data/<run>/ ----
 
 def write_run(folder, texts, labels, names, arrays, meta):
-    """Write data/<run>/ whole: into a folder beside it, then one rename. labels["train"]: -1 where hidden."""
+    """Write data/<run>/ whole: into a folder beside it, then one rename. labels["train"]: -1 where hidden.
+
+    texts, labels, names: as read_run gives them back. arrays: {name: array} more to save as <name>.npy. meta: for meta.json.
+    """
     if folder.exists() and not (folder / "meta.json").exists() and any(folder.iterdir()):
         raise UserError(f"{folder} holds files but no meta.json, so they are not make_lt_data.py's: move them elsewhere")
     part = part_of(folder)

@@ -169,12 +169,6 @@ def ask_for_name(command, words, examples, proposed, first=True):
     return line[:100]
 
 
-def distinct(names, taken):
-    """names with a number behind each that is in taken or was there before."""
-    taken = {name.casefold() for name in taken}
-    return [unused(name, taken, str.casefold) for name in names]
-
-
 # ---- a finished run ----
 
 def open_model(run):
@@ -231,9 +225,9 @@ def cluster_titles(found, known, words, typical, command):
                     answers[k] = name
         except KeyboardInterrupt as err:  # the names so far may have cost money
             interrupt = err
-        kept = [title for k, title in enumerate(titles) if k not in answers]
-        for k, name in zip(answers, distinct(answers.values(), kept)):
-            titles[k] = name
+        taken = {title.casefold() for k, title in enumerate(titles) if k not in answers}
+        for k, name in answers.items():
+            titles[k] = unused(name, taken, str.casefold)
     return titles, bool(answers), interrupt
 
 
@@ -268,7 +262,7 @@ def describe(args):
     order = np.argsort(-size, kind="stable")
     lines = [[k, "yes" if k < num_known else "no", titles[k], size[k], f"{100 * size[k] / len(used):.2f}",
               f"{100 * sure[k]:.1f}", ", ".join(words[k]), *(text[:1000] for text in (typical[k] + [""] * EXAMPLES)[:EXAMPLES])]
-             for k in order if size[k] or k < num_known]
+             for k in order if size[k]]
     header = ["id", "known", "name", "size", "share", "confidence", "keywords", *(f"example_{n + 1}" for n in range(EXAMPLES))]
     if anew:
         set_aside(run / "clusters.csv")

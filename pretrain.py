@@ -9,6 +9,8 @@ Writes  out/<run>/pretrain.pt     trained_layers, mlm_head, the known-class clas
 
 L_p = cross-entropy on the labelled rows + masked language modelling on all rows (Eq. 2). Only the last transformer layer
 (--trained_layers: more) and the heads train. The best epoch on dev, which holds known classes only, is kept.
+
+What both stages share is here too: checkpoints, torchrun's processes and, as run_batches, an epoch.
 """
 import datetime
 import errno
@@ -82,6 +84,8 @@ class Args:
     dtype: str = "auto"  # float32, bfloat16, or auto: bfloat16 where the hardware multiplies it natively
     restart: bool = False  # replace an earlier run that had other settings
 
+
+# ---- checkpoints, and what they were made with: for both stages ----
 
 def pick_device(name):
     """--device as a torch.device."""
@@ -649,9 +653,8 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
                 judged = torch.tensor(dev_result(z, classifier, dev_label, args.temperature), dtype=torch.float64)
                 loss, accuracy = of_first(judged.to(device)).tolist()  # one best epoch for all
                 log.append({"epoch": epoch, "ce": ce, "mlm": mlm, "dev_loss": loss, "dev_accuracy": accuracy})
-                better = best["epoch"] == 0 or not dev_decides or (
-                    loss < best["dev_loss"] if args.select == "loss" else accuracy > best["dev_accuracy"])
-                if better:
+                if best["epoch"] == 0 or not dev_decides or (
+                        loss < best["dev_loss"] if args.select == "loss" else accuracy > best["dev_accuracy"]):
                     best = {**state(), **log[-1]}
                 save(epoch, 0, done_before.sums)
             bar.set_postfix(epoch=epoch, dev=f"{accuracy:.2f}", best=f"{best['dev_accuracy']:.2f}")

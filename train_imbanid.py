@@ -43,7 +43,6 @@ from make_lt_data import (
     check_positive,
     check_shares,
     check_tag,
-    check_zero_or_more,
     first_process,
     open_run,
     run_script,
@@ -74,8 +73,6 @@ from pretrain import (
 )
 from rot import RotResult, moving_average_marginal, relaxed_ot
 from seeding import appendix_e, estimate_num_classes, fitted_kmeans, kmeans, kmeans_rows, nearest, seed_centres
-
-ESTIMATES = ("true", "auto", "appendix_e")  # what --num_classes may be beside a number
 
 
 @dataclass
@@ -172,13 +169,14 @@ def lambda2_of(args):
     return args.lambda2 or (7.0 if args.gamma <= 1 and args.dataset in CORPORA else 2.0)
 
 
-def transport_plan(log_p, args, lambda2, potential, marginal):
+def transport_plan(log_p, args, potential, marginal):
     """Sec. 3.4 on this process's rows of log_p (n, K); marginal: MOT's beta. Returns a RotResult and the next marginal."""
     penalty = {"rot": "reverse_kl", "eot": "kl", "cot": "equality", "mot": "equality"}[args.pseudo_label]
     prior = None
     if args.pseudo_label == "mot":
         prior = marginal = moving_average_marginal(marginal, log_p, args.mu, sum_over_ranks)
-    result = relaxed_ot(log_p, args.lambda1, lambda2, penalty=penalty, init=potential, reduce=sum_over_ranks, prior=prior)
+    result = relaxed_ot(log_p, args.lambda1, lambda2_of(args), penalty=penalty, init=potential, reduce=sum_over_ranks,
+                        prior=prior)
     return result, marginal
 
 
@@ -192,8 +190,8 @@ def batch_loss(encoder, head, hidden, view, rows, pseudo_label, confidence, clea
         z, y, q, ok, args.tau, not args.no_adaptive_weight, gather)
     iwcl = none if args.no_iwcl else instance_wise_loss(z, args.tau, gather)
     contrastive = contrastive_objective(cwcl, iwcl, num_positive).sum() / counts[0]
-    log_p = z[ok].flatten(0, 1) @ normalize(head, dim=1).T / args.temperature
-    ce = cross_entropy(log_p, y[ok].repeat_interleave(2), reduction="sum") / counts[1].clamp_min(1)
+    logits = z[ok].flatten(0, 1) @ normalize(head, dim=1).T / args.temperature
+    ce = cross_entropy(logits, y[ok].repeat_interleave(2), reduction="sum") / counts[1].clamp_min(1)
     return args.omega * contrastive + (1 - args.omega) * ce, contrastive.detach(), ce.detach()
 
 
@@ -216,6 +214,8 @@ def train_epoch(encoder, head, optimizer, schedule, hidden, view, pseudo_label, 
 
     return run_batches([(rows,) for rows in batches], loss_of, optimizer, args, epoch, came, done, rank, schedule)
 
+
+# ---- results ----
 
 def save_run(out, arrays, results):
     """Write a finished run: {name: array} as <name>.npy, then results.json, which says that it is finished."""
@@ -279,6 +279,8 @@ def print_results(results, out):
           if missing else f"everything is in {out}/: {', '.join(files)}")
 
 
+# ---- the number of classes ----
+
 def seeding_settings(args, meta):
     """The settings of seed_centres. Nobody says how the labelled rows of an own table were chosen, so they tell no sizes."""
     return (args.kappa, args.label_weight or 1 / meta["labeled_ratio"], args.swaps,
@@ -287,14 +289,11 @@ def seeding_settings(args, meta):
 
 def wanted_classes(args, meta):
     """(--num_classes as a number, or the name of the estimate that will give it; the largest number there are rows for)."""
-    own, wanted, least = "own" in meta, args.num_classes, max(1, meta["num_known"])
-    most = meta["num_known"] + meta["num_unlabelled"]
+    own, least, most = "own" in meta, max(1, meta["num_known"]), meta["num_known"] + meta["num_unlabelled"]
+    wanted = args.num_classes or ("auto" if own else "true")
     if not own:
         most = min(most, meta["num_test"])  # k-means with K clusters is fitted on train and on test
-    if not wanted:
-        wanted = "auto" if own else "true"
-    if wanted == "true" and not own:
-        wanted = str(meta["num_classes"])
+        wanted = str(meta["num_classes"]) if wanted == "true" else wanted
     if own and meta["num_unlabelled"] == meta["num_dev"]:  # every text has a label, those of dev too, and keeps it
         if wanted not in ("auto", "appendix_e", str(meta["num_known"])):
             raise UserError(f"--num_classes {wanted}: every text has a label and keeps it, so there are {meta['num_known']} "
@@ -316,23 +315,22 @@ def resolve_num_classes(args, z, label, meta, rank):
     wanted, most = wanted_classes(args, meta)
     if isinstance(wanted, int):
         return wanted
-    K = torch.zeros(1, dtype=torch.int64, device=z["train"].device)
+    K = 0
     if rank == 0:
-        if wanted == "appendix_e":
-            K += appendix_e(z["train"], meta["num_known"], args.max_classes, args.min_cluster, args.seed)
-        else:
-            K += estimate_num_classes(z["train"], label["train"], z["dev"], label["dev"], seeding_settings(args, meta),
-                                      args.seed)
-        K.clamp_(max=most)
+        K = min(most, appendix_e(z["train"], meta["num_known"], args.max_classes, args.min_cluster, args.seed)
+                if wanted == "appendix_e" else estimate_num_classes(
+                    z["train"], label["train"], z["dev"], label["dev"], seeding_settings(args, meta), args.seed))
         if meta["num_classes"]:
             note = f" (the benchmark has {meta['num_classes']})"
-        elif int(K) == meta["num_known"]:
+        elif K == meta["num_known"]:
             note = ", no more than are known: --num_classes N looks for more"
         else:
             note = f"{', a guess with so few known classes:' if meta['num_known'] < 20 else ';'} --num_classes sets it"
-        print(f"estimated number of classes: {int(K)}{note}")
-    return int(of_first(K))
+        print(f"estimated number of classes: {K}{note}")
+    return int(of_first(torch.tensor([K], device=z["train"].device)))
 
+
+# ---- scores ----
 
 def evaluate(args, z, head, pseudo_label, data, labels, meta, kmeans_file):
     """Metrics of the finished model: {row of results.json: scores}, and the test predictions (M,).
@@ -364,6 +362,8 @@ def score(clusters, pseudo_label, labels, data, num_known):
             "train_unlabelled": cluster_metrics(truth[unlabelled], pseudo_label[unlabelled], num_known, counts)}
 
 
+# ---- the run ----
+
 def wanted_epochs(args, N):
     """--epochs, or as many as N rows need for --min_steps batches. This number is what a later call compares (settings)."""
     wanted = min(args.min_steps, args.max_steps)
@@ -375,10 +375,10 @@ def check_flags(args):
         raise UserError(f"--pseudo_label {args.pseudo_label} is unknown: choose rot, cot, eot, mot or kmeans")
     check_positive(args, "batch_size", "max_steps", "view_epochs", "tau", "temperature", "lambda1", "lr", "head_lr",
                    "kappa", "cache_gb")
-    check_zero_or_more(args, "epochs", "min_steps", "lambda2", "label_weight", "swaps", "max_classes", "min_cluster")
+    check_positive(args, "epochs", "min_steps", "lambda2", "label_weight", "swaps", "max_classes", "min_cluster", or_zero=True)
     check_shares(args, "omega", "rho", "tau_g", "replace_rate")
-    if args.num_classes not in ("", *ESTIMATES) and not args.num_classes.isdecimal():
-        raise UserError(f"--num_classes {args.num_classes}: pass a number, or {', '.join(ESTIMATES)}")
+    if args.num_classes not in ("", "true", "auto", "appendix_e") and not args.num_classes.isdecimal():
+        raise UserError(f"--num_classes {args.num_classes}: pass a number, or true, auto, appendix_e")
     if not 0 < args.mu < 1:
         raise UserError(f"--mu {args.mu} must be between 0 and 1")
     for flag, other, wanted in (("max_classes", "num_classes", "appendix_e"), ("min_cluster", "num_classes", "appendix_e"),
@@ -498,7 +498,6 @@ def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, s
                                    {"params": [head], "lr": args.head_lr}], weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: 0.5 + 0.5 * math.cos(math.pi * step / max(1, steps * epochs)))
-    lambda2 = lambda2_of(args)
     start, epoch, log, view = time.monotonic(), 0, [], None
     done_before = so_far(found, encoder.device, rank)
     potential, marginal = None, torch.full((K,), 1 / K, dtype=torch.float64, device=encoder.device)
@@ -519,7 +518,7 @@ def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, s
             raise UserError(f"log P is not finite before epoch {epoch + 1}: try a smaller --lr, a larger --temperature or "
                             "--dtype float32")
         result, following = ((kmeans_result(z, centre, N, rank), marginal) if args.pseudo_label == "kmeans" else
-                             transport_plan(log_p, args, lambda2, potential, marginal))
+                             transport_plan(log_p, args, potential, marginal))
         pseudo_label = torch.where(own_label >= 0, own_label, result.plan.argmax(1))  # labelled rows keep their labels
         confidence = log_p.gather(1, pseudo_label[:, None])[:, 0].exp()
         confidence = torch.where(own_label >= 0, 1.0, confidence)

@@ -16,7 +16,7 @@ from torch.nn.functional import normalize
 
 from baselines.shared import Flags, Run, finish, train
 from losses import contrast_log_prob
-from make_lt_data import check_positive, check_shares, check_zero_or_more, run_script
+from make_lt_data import check_positive, check_shares, run_script
 from seeding import kmeans
 
 # k per corpus: 50 and 500 are of the authors' scripts, 100 of the ImbaNID paper (Sec. 4.1), which compares with these.
@@ -56,7 +56,7 @@ def nearest_rows(z, k):
 
 def main(args):
     check_positive(args, "epochs", "batch_size", "update_epochs", "tau", "projection")
-    check_zero_or_more(args, "lr", "topk")
+    check_positive(args, "lr", "topk", or_zero=True)
     check_shares(args, "replace_rate")
     run = Run(args, "clnn", pretrained=True)
     if run.finished:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 
 from baselines.shared import Flags, Run, align, dense_layer, finish, train
-from make_lt_data import check_positive, check_shares, check_zero_or_more, run_script
+from make_lt_data import check_positive, check_shares, run_script
 from seeding import kmeans
 
 EPOCHS = {"clinc": 80, "banking": 60, "stackoverflow": 10}
@@ -43,7 +43,7 @@ def prototype_loss(z, prototype, tau, distance):
 
 def main(args):
     check_positive(args, "batch_size", "lr", "tau", "n_init")
-    check_zero_or_more(args, "epochs", "known_weight")
+    check_positive(args, "epochs", "known_weight", or_zero=True)
     check_shares(args, "ema")
     run = Run(args, "dpn", pretrained=True)
     if run.finished:

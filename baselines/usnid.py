@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy, normalize, pad
 
 from baselines.shared import Flags, Run, dense_layer, dev_loss, finish, supervised_contrast, train
 from encoder import Packed
-from make_lt_data import check_positive, check_shares, check_zero_or_more, run_script
+from make_lt_data import check_positive, check_shares, run_script
 from seeding import kmeans
 
 TAU = {"clinc": 0.1}  # else 0.05
@@ -58,7 +58,7 @@ def erase_tokens(encoder):
 
 def main(args):
     check_positive(args, "pretrain_epochs", "patience", "pretrain_lr", "pretrain_tau", "epochs", "batch_size", "view_epochs")
-    check_zero_or_more(args, "lr", "tau")
+    check_positive(args, "lr", "tau", or_zero=True)
     check_shares(args, "erase_rate", "tolerance")
     run = Run(args, "usnid")
     if run.finished:

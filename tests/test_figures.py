@@ -275,10 +275,9 @@ def test_a_setting_is_tabled_on_the_seeds_that_all_its_values_have(tmp_path):
     assert found == [[*head, "0.1", "6", "1", "60.00"], [*head, "0.5", "6", "1", "70.00"]]
 
 
-def test_older_results_have_the_dtype_of_their_pretraining(tmp_path):
+def test_runs_of_two_types_are_a_setting(tmp_path):
     runs = [figures.read_results(make_run(tmp_path, seed, tag, dtype=dtype))
             for seed, tag, dtype in ((0, "", "bfloat16"), (1, "", "bfloat16"), (0, "f", "float32"))]
-    del runs[0]["config"]["dtype"]
     (_, by_value), = figures.varied(runs, "dtype")
     assert {value: len(group) for value, group in by_value.items()} == {"bfloat16": 2, "float32": 1}
     assert not figures.varied(runs, "num_classes")
@@ -307,7 +306,6 @@ def test_compared_methods_have_settings_of_their_own(tmp_path):
     """Such a run holds a fingerprint of its data, and no pre-training where the method has its own."""
     runs = [figures.read_results(make_run(tmp_path, seed, known_ratio=known, pretrain=None, data=f"{seed}{known}"))
             | {"method": "gcd"} for seed in (0, 1) for known in (0.5, 0.75)]
-    del runs[0]["config"]["dtype"]
     (_, by_value), = figures.varied(runs[1:], "known_ratio")
     assert {value: len(group) for value, group in by_value.items()} == {0.5: 1, 0.75: 2}
     assert figures.varied(runs[:1], "omega") == []
@@ -508,7 +506,8 @@ def test_runs_on_dev_are_kept_apart_and_tabled_beside_the_defaults(tmp_path, mon
             out = make_run(tmp_path, seed, tag)
             results = json.loads((out / "results.json").read_text())
             config = results["config"] | {"tau": 0.07, "pretrain": {"no_mlm": tag == "no_mlm", "data": seed, "lr": 1}} | flags
-            results |= {"dataset": "clinc", "config": config, "test": SCORES | {"ACC": one}, "test_kmeans": SCORES}
+            results |= {"dataset": "clinc", "config": config, "test": SCORES | {"ACC": one}, "test_kmeans": SCORES,
+                        "on_dev": True}
             folders.append(tmp_path / "out/dev" / out.name.replace("demo", "clinc"))
             folders[-1].mkdir(parents=True)
             (folders[-1] / "results.json").write_text(json.dumps(results))

@@ -71,7 +71,7 @@ def test_a_batch_on_a_gpu_is_that_on_the_cpu(monkeypatch, tmp_path, mpnet):
         tokens, args = encoder.tokenize(texts), train_imbanid.Args()
         view = encoder.trunk(encoder.replace_tokens(tokens, 0.5, torch.Generator().manual_seed(0)))
         log_p, head = scores.to(device), torch.nn.Parameter(first_head.to(device))
-        result, _ = train_imbanid.transport_plan(log_p, args, 2.0, None, None)
+        result, _ = train_imbanid.transport_plan(log_p, args, None, None)
         label = result.plan.argmax(1)
         confidence = log_p.gather(1, label[:, None])[:, 0].exp()
         clean = train_imbanid.select_clean(label, confidence, result.beta)

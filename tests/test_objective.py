@@ -54,8 +54,8 @@ def test_each_name_of_a_transport_solves_its_own_problem():
     marginal = torch.tensor([0.3, 0.25, 0.2, 0.15, 0.1], dtype=torch.float64)
     found = {}
     for name, penalty in (("rot", "reverse_kl"), ("eot", "kl"), ("cot", "equality"), ("mot", "equality")):
-        args = train_imbanid.Args(pseudo_label=name, lambda1=0.1, mu=0.7)
-        result, following = train_imbanid.transport_plan(log_p, args, 0.3, None, marginal)
+        args = train_imbanid.Args(pseudo_label=name, lambda1=0.1, lambda2=0.3, mu=0.7)
+        result, following = train_imbanid.transport_plan(log_p, args, None, marginal)
         prior = moving_average_marginal(marginal, log_p, 0.7) if name == "mot" else None
         assert torch.equal(following, marginal if prior is None else prior)
         assert torch.equal(result.plan, relaxed_ot(log_p, 0.1, 0.3, penalty=penalty, prior=prior).plan)

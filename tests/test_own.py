@@ -35,7 +35,7 @@ from make_lt_data import (
     write_table,
 )
 from metrics import cluster_metrics
-from predict import Labeller, ask_for_name, cluster_names, distinct, keywords, open_model, propose_names
+from predict import Labeller, ask_for_name, cluster_names, keywords, open_model, propose_names, unused
 from pretrain import load_checkpoint
 from train_imbanid import Args, clear_out, lambda2_of, wanted_classes
 
@@ -356,7 +356,8 @@ def test_keywords_and_names():
     names = propose_names(words, ["Exchange_Rate", "no words"])
     # Written as the known names are, and different from them.
     assert names == ["exchange_rate_dollars", "stolen_card", "card", "no_words_2"]
-    assert distinct(["a", "A", "b"], ["b"]) == ["a", "A 2", "b 2"]
+    taken = {"b"}
+    assert [unused(name, taken, str.casefold) for name in ("a", "A", "b")] == ["a", "A 2", "b 2"]
 
 
 def test_keywords_are_eight_at_most_and_one_of_a_word_and_its_plural():
