@@ -895,6 +895,8 @@ def main(args):
         rows, args.gamma, args.seed, args.known_ratio, args.labeled_ratio)
     if labelled.all():
         raise UserError("every row has a label, so there is nothing to discover: lower --known_ratio or --labeled_ratio")
+    if len(texts["test"]) < len(names):
+        raise UserError(f"{args.dataset} has {len(texts['test'])} test rows for {len(names)} classes: one each is needed")
     meta = {**task, "num_classes": len(names), "num_known": num_known, "num_labelled": int(labelled.sum()),
             "num_unlabelled": int((~labelled).sum()), "num_dev": len(texts["dev"]), "num_test": len(texts["test"]),
             "raw_sha256": sha}

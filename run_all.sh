@@ -23,6 +23,7 @@ usage() {
     exit 2
 }
 if [ $# -lt 1 ]; then usage; fi
+case "$1" in -h | --help) (usage) 2>&1 || exit 0 ;; esac
 dataset=$1 gamma=10 own=
 case "${dataset,,}" in *.csv | *.tsv | *.jsonl | *.json) own=yes dataset=$(realpath -ms -- "$dataset") ;; esac
 shift
@@ -43,7 +44,7 @@ fi
 here=$PWD
 cd "$(dirname "$0")"
 seeds=${SEEDS:-${SEED:-0}}
-if ! [[ $seeds =~ ^[[:space:]]*([0-9]+([[:space:]]+|$))+$ ]] || [ -n "$(printf '%s\n' $seeds | sort | uniq -d)" ]; then
+if ! [[ $seeds =~ ^[[:space:]]*([0-9]+([[:space:]]+|$))+$ ]] || [ -n "$(printf '%s\n' $seeds | sed 's/^0*\(.\)/\1/' | sort | uniq -d)" ]; then
     echo "run_all.sh: SEEDS='$seeds' must be numbers, each once, such as SEEDS='0 1 2'" >&2
     exit 2
 fi

@@ -208,14 +208,14 @@ def seed_centres(x, label, K, num_known, kappa, label_weight, swaps, sample_rate
 
 def appendix_e(z, num_known, max_classes, min_cluster, seed):
     """The paper's Appendix E: how many clusters of a k-means with K' clusters on the features z (N, H) have at least t rows; no
-    fewer than num_known.
+    fewer than num_known, and at least one.
 
     max_classes: K', 0 for three times num_known. min_cluster: t, 0 for the mean size N / K', as in the code of DeepAligned
     (Zhang et al. 2021), which the paper follows here.
     """
     K = min(max_classes or 3 * num_known, len(z))
     sizes = kmeans(z, K, seed, n_init=1)[1].bincount(minlength=K)
-    return max(int((sizes >= (min_cluster or len(z) / K)).sum()), num_known)
+    return max(int((sizes >= (min_cluster or len(z) / K)).sum()), num_known, 1)
 
 
 def splits_and_merges(z, label, dev_z, dev_label, K, args_of_seeding, seed):

@@ -35,7 +35,7 @@ class Args:
     seed: int = 1  # of the runs at gamma 10
     data_dir: str = "data"  # where make_lt_data.py wrote
     out_dir: str = "out"  # where train_imbanid.py wrote
-    keep: bool = False  # write results/bench_rot.json and the picture
+    keep: bool = False  # write results/bench_rot.json and the picture; of all corpora alone
     child: str = ""  # N,K: one measurement of `scaling` in a process of its own
 
 
@@ -239,15 +239,19 @@ def main(args):
     if args.child:
         child(*map(int, args.child.split(",")))
         return
-    parts, found = args.parts.split(","), {"threads": torch.get_num_threads(), "torch": torch.__version__}
-    scores = {}
+    benches = {"steps": bench_steps, "sinkhorn": bench_sinkhorn, "pot": bench_pot, "kmeans": bench_kmeans,
+               "scaling": lambda scores: bench_scaling()}
+    parts, scores, found = args.parts.split(","), {}, {"threads": torch.get_num_threads(), "torch": torch.__version__}
+    if unknown := set(parts) - set(benches):
+        raise UserError(f"--parts: {min(unknown)!r} is none of {', '.join(benches)}")
+    if args.keep and args.corpora != Args.corpora:
+        raise UserError("--keep is for the tables of all corpora: leave --corpora out")
     if set(parts) - {"scaling"}:
         for dataset in args.corpora.split(","):
             scores[dataset] = real_scores(dataset, args) | {"out": Path(args.out_dir) / f"{dataset}_g10_s{args.seed}"}
     for part in parts:
         print(f"\n{part}")
-        bench = {"steps": bench_steps, "sinkhorn": bench_sinkhorn, "pot": bench_pot, "kmeans": bench_kmeans}.get(part)
-        found[part] = bench(scores) if bench else bench_scaling()
+        found[part] = benches[part](scores)
         if args.keep:  # after every part: the next one may be stopped
             kept = REPO / "results/bench_rot.json"  # parts measured before stay
             found = (json.loads(kept.read_text()) if kept.exists() else {}) | found

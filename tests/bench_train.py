@@ -28,7 +28,7 @@ sys.path.insert(0, str(REPO))
 
 import pretrain  # noqa: E402
 from encoder import Encoder, pick_dtype  # noqa: E402
-from make_lt_data import read_run, run_script, write_atomic  # noqa: E402
+from make_lt_data import UserError, read_run, run_script, write_atomic  # noqa: E402
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Args:
     dataset: str = "clinc"  # a corpus in the raw folder
     gamma: float = 10.0  # of the split
     processes: str = "1,2"  # numbers of processes whose seconds an epoch are compared
-    keep: bool = False  # write results/bench_train.json
+    keep: bool = False  # write results/bench_train.json, of which README's table is: with the defaults alone
 
 
 def memory_of(pid):
@@ -119,6 +119,11 @@ def floor(data, dtype, epochs):
 
 
 def main(args):
+    processes = args.processes.split(",") if args.processes else []
+    if not all(P.isdecimal() and int(P) > 0 for P in processes):
+        raise UserError(f"--processes {args.processes}: pass numbers of processes, such as 1,2")
+    if args.keep and args != Args(keep=True):
+        raise UserError("--keep is for the table of clinc at gamma 10: leave the other flags out")
     raw = Path(os.environ.get("RAW_DIR") or REPO.parent / "shared/raw").resolve()
     dtype = pick_dtype("auto", torch.device("cpu"))
     found = {"machine": platform.processor() or platform.machine(), "threads": torch.get_num_threads(), "dtype": str(dtype),
@@ -144,7 +149,7 @@ def main(args):
         found["floor_seconds"] = floor(folder / "data" / name, dtype, (pre, train))
         found["over_floor"] = found["fast"]["total"] / found["floor_seconds"]
         found["processes"] = {}
-        for P in map(int, args.processes.split(",") if args.processes else ()):
+        for P in map(int, processes):
             one, three = (run("train_imbanid.py", fast, "--tag", f"P{P}_{n}", "--epochs", n, "--min_steps", 0,
                               nproc=P) for n in (1, 3))
             found["processes"][P] = {"seconds_an_epoch": (three["seconds"] - one["seconds"]) / 2,

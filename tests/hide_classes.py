@@ -36,7 +36,7 @@ def hide_classes(labels, truth, num_known, num_classes, seed):
 
 
 def main(words):
-    if len(words) != 1:
+    if len(words) != 1 or words[0].startswith("-"):
         raise UserError("usage: tests/hide_classes.py data/<run>")
     source = Path(words[0])
     texts, labels, names, meta = read_run(source)
@@ -50,6 +50,11 @@ def main(words):
     meta |= {"on_dev": True, "num_known": num_known, "num_labelled": labelled, "num_unlabelled": len(truth) - labelled,
              "num_dev": len(texts["dev"]), "num_test": len(texts["test"])}
     folder = source.parent / "dev" / run_name(**{key: meta[key] for key in TASK})
+    if (folder / "meta.json").exists():
+        if read_run(folder)[3] != meta:
+            raise UserError(f"{folder} was made from another {source}: remove it")
+        print(f"{folder} is there already, made from this {source}: skipped")
+        return
     write_run(folder, texts, labels, [names[k] for k in old], {"train_truth": truth, "class_counts": counts[old]}, meta)
     print(f"{num_known} of {meta['num_classes']} classes stay known, {labelled} labelled rows; written to {folder}/")
 

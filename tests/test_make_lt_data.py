@@ -3,6 +3,7 @@ import hashlib
 import http.server
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import threading
@@ -197,6 +198,14 @@ def test_broken_raw_files(tmp_path, tiny_raw, change, words):
     one_line_error(broken(tmp_path, tiny_raw, change), "train.tsv", *words)
 
 
+def test_fewer_test_rows_than_classes(tmp_path, tiny_raw):
+    shutil.copytree(tiny_raw / "demo", tmp_path / "demo")
+    write_tsv(tmp_path / "demo/test.tsv", read_tsv(tiny_raw / "demo/test.tsv")[:6])
+    done = script("make_lt_data.py", "--dataset", "demo", "--raw_dir", tmp_path, "--data_dir", tmp_path / "data", ok=False)
+    one_line_error(done, "5 test rows for 8 classes")
+    assert not (tmp_path / "data").exists()
+
+
 def test_an_empty_first_line_is_no_header(tmp_path, tiny_raw):
     assert broken(tmp_path, tiny_raw, lambda p: p.write_bytes(b"\n" + p.read_bytes())).returncode == 0
     assert "label" not in (tmp_path / "data/demo_g4_s0/labels.txt").read_text().split()
@@ -309,5 +318,9 @@ def test_hidden_classes_leave_nothing_of_the_test_set_and_no_label_of_their_own(
     truth = [[found[2][k] for k in np.load(folder / "demo_g4_s0/train_truth.npy")]
              for found, folder in ((before, tmp_path), (after, tmp_path / "dev"))]
     assert truth[0] == truth[1]
+    assert "skipped" in script("tests/hide_classes.py", tmp_path / "demo_g4_s0").stdout
+    shutil.rmtree(tmp_path / "demo_g4_s0")
+    script("make_lt_data.py", *task, "--data_dir", tmp_path)  # of the whole demo corpus
+    one_line_error(script("tests/hide_classes.py", tmp_path / "demo_g4_s0", ok=False), "made from another", "remove")
     one_line_error(script("tests/hide_classes.py", ok=False), "usage")
     one_line_error(script("tests/hide_classes.py", tmp_path / "gone", ok=False), "make_lt_data.py")

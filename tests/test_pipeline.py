@@ -24,6 +24,8 @@ def test_usage_and_bad_input(tmp_path):
     for words in ((), ("demo",), ("demo", "--omega", "1")):
         done = run_all(*words)
         assert done.returncode == 2 and "usage" in done.stderr and "Traceback" not in done.stderr
+    done = run_all("--help")
+    assert done.returncode == 0 and "usage" in done.stdout and not done.stderr
     done = run_all("demo", "10", "--seed", "3")
     assert done.returncode == 2 and "SEED" in done.stderr
     done = run_all("demo", "10", "--method", "word2vec")
@@ -45,7 +47,7 @@ def test_usage_and_bad_input(tmp_path):
     for processes in ("abc", "0", "1.5"):
         done = run_all("demo", "10", NPROC=processes)
         assert done.returncode == 2 and f"NPROC={processes}" in done.stderr
-    for seeds in (" ", "0 x", "0,1", "1 0 1"):
+    for seeds in (" ", "0 x", "0,1", "1 0 1", "0 00", "07 1 7"):
         one_line_error(run_all("demo", "10", SEEDS=seeds), "SEEDS", "each once")
     done = run_all("atis", "10")
     assert done.returncode == 2 and "atis" in done.stderr and "Traceback" not in done.stderr

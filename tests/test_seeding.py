@@ -233,6 +233,7 @@ def test_estimate_counts_the_large_clusters():
     assert appendix_e(x, 2, max_classes=6, min_cluster=20, seed=0) == 4
     assert appendix_e(x[:5], 3, max_classes=0, min_cluster=0, seed=0) == 5  # no more clusters than rows
     assert appendix_e(x, 5, max_classes=6, min_cluster=20, seed=0) == 5  # never fewer than the known ones
+    assert appendix_e(x, 0, max_classes=4, min_cluster=1000, seed=0) == 1  # nor none at all
 
 
 # ---- the number of classes ----
