@@ -20,7 +20,6 @@ from torch import nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 from tqdm import tqdm
 from transformers import AutoModelForMaskedLM, AutoTokenizer, BertConfig, DataCollatorForLanguageModeling
-from transformers.models.bert.modeling_bert import BertLayer
 from transformers.utils import logging as transformers_logging
 
 from make_lt_data import ThisProcessError, UserError, file_sha256, quoted
@@ -147,6 +146,7 @@ def bert_layers(model):
     """The layers of a BERT-like model without its heads; MPNet's, whose parts have other names, rebuilt as BertLayers."""
     if model.config.model_type != "mpnet":
         return model.encoder.layer
+    from transformers.models.bert.modeling_bert import BertLayer  # two seconds that --help and errors need not take
     same = ("hidden_size", "num_attention_heads", "intermediate_size", "hidden_act", "layer_norm_eps", "hidden_dropout_prob",
             "attention_probs_dropout_prob")
     config, layers = BertConfig(**{name: getattr(model.config, name) for name in same}), nn.ModuleList()
