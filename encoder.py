@@ -10,6 +10,7 @@ import importlib.util
 import os
 import sys
 import tempfile
+from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
 from pickle import UnpicklingError
@@ -195,6 +196,15 @@ def weights_sha256(tensors):
     return digest.hexdigest()
 
 
+@contextmanager
+def said_of_gpu():
+    """Makes a UserError of what torch raises where it cannot use the GPU: another program has it, or they do not fit."""
+    try:
+        yield
+    except (RuntimeError, AssertionError) as err:  # the latter from a torch that was built without CUDA
+        raise ThisProcessError(f"the GPU cannot be used ({quoted(err)}): pass --device cpu") from None
+
+
 def move_to_gpu(model, device):
     """model.to(device), and a first product, by which it shows whether this torch can use the GPU; UserError where it cannot.
 
@@ -202,11 +212,9 @@ def move_to_gpu(model, device):
     """
     torch.backends.cuda.enable_cudnn_sdp(False)  # it would plan anew for every number of rows of every length
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read at the first product; without it what is set below is refused
-    try:
+    with said_of_gpu():
         row = model.to(device).get_input_embeddings().weight[:1]
         float(row @ row.T)
-    except (RuntimeError, AssertionError) as err:  # the latter from a torch that was built without CUDA
-        raise ThisProcessError(f"the GPU cannot be used ({quoted(err)}): pass --device cpu") from None
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
 
@@ -218,7 +226,8 @@ def pick_dtype(wanted, device):
     if wanted != "auto":
         return getattr(torch, wanted)
     if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
+        with said_of_gpu():
+            return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
     return torch.bfloat16 if torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported() else torch.float32
 
 

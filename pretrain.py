@@ -366,7 +366,7 @@ def find_checkpoint(path, config, args, rank, world, device):
 
 
 @contextmanager
-def held(folder):
+def locked(folder):
     """Lock the folder of a run's files while the block runs. Yields whether no other process has it locked.
 
     Raises PermissionError where nothing can be written to it.
@@ -395,7 +395,7 @@ def on_all_processes(device, config, out, work):
     """
     try:
         rank, world, device = start_processes(device, config)
-        with held(out) if rank == 0 else nullcontext(True) as free:
+        with locked(out) if rank == 0 else nullcontext(True) as free:
             # On a GPU only where several ask: whether one can be used, move_to_gpu finds out, and says so.
             if sum_over_ranks(torch.tensor(int(not free), device=device if world > 1 else "cpu")):
                 raise UserError(f"another run is writing to {out}/: wait until it has ended, or pass another --tag (to "
@@ -557,15 +557,15 @@ def main(args):
     device = pick_device(args.device)
     dtype = pick_dtype(args.dtype, device)
     config = settings(args, dtype) | {"dataset": meta["dataset"], "data": data_fingerprint(data)}
-    done, part = out / "pretrain.pt", out / "pretrain_part.pt"
-    found = open_checkpoint(done, config, args)
+    path, part = out / "pretrain.pt", out / "pretrain_part.pt"
+    found = open_checkpoint(path, config, args)
     if found:
         if first_process():
             # A kill after pretrain.pt was written leaves it behind; with other settings it is of a killed --restart.
             if open_checkpoint(part, config, replace(args, restart=True)):
                 part.unlink(missing_ok=True)  # another node's first process may have been here
             kept = f" (dev accuracy {found['dev_accuracy']:.2f})" if len(labels["dev"]) else ""
-            print(f"{done} is there already, made with the same settings{kept}: skipped")
+            print(f"{path} is there already, made with the same settings{kept}: skipped")
         return
     on_all_processes(device, config, out, partial(train, args, texts, labels, meta, config, dtype, out))
 
@@ -594,7 +594,7 @@ def read_texts(args, texts, device, dtype, out, rank, world):
 
 def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
     """From the texts to pretrain.pt."""
-    done, part = out / "pretrain.pt", out / "pretrain_part.pt"
+    path, part = out / "pretrain.pt", out / "pretrain_part.pt"
     start, N, code = time.monotonic(), len(labels["train"]), commit()
     encoder, tokens, hidden = read_texts(args, texts, device, dtype, out, rank, world)
     label, dev_label = (torch.from_numpy(labels[split]).to(device) for split in ("train", "dev"))
@@ -664,11 +664,11 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
     # For what starts from it: on another machine the same settings give other weights.
     config["weights"] = weights_sha256(best["trained_layers"].values())[:12]
     # The number of processes is kept because each draws its own masks.
-    save_checkpoint(done, **best, config=config, log=log, seconds=seconds, commit=code, processes=world)
+    save_checkpoint(path, **best, config=config, log=log, seconds=seconds, commit=code, processes=world)
     part.unlink(missing_ok=True)
     kept = (f"kept epoch {best['epoch']} with dev loss {best['dev_loss']:.4f} and accuracy {best['dev_accuracy']:.2f}"
             if dev_decides else "kept the last one: no dev rows of two classes to choose by")
-    print(f"pre-training: {epoch} epochs in {seconds:.0f} s, {kept}; written to {done}")
+    print(f"pre-training: {epoch} epochs in {seconds:.0f} s, {kept}; written to {path}")
 
 
 if __name__ == "__main__":

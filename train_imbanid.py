@@ -205,11 +205,11 @@ def train_epoch(encoder, head, optimizer, schedule, hidden, view, pseudo_label, 
     generator = seed_epoch(args.seed, epoch, rank, done.step)
     encoder.train()
     batches = torch.randperm(len(pseudo_label), generator=generator).tensor_split(steps)
-    assigned = [x[rank::world] for x in (pseudo_label, confidence, clean)]
+    mine = [x[rank::world] for x in (pseudo_label, confidence, clean)]
 
     def loss_of(rows):
         own = (rows[rows % world == rank] // world).to(encoder.device)
-        loss, contrastive, ce = batch_loss(encoder, head, hidden, view, own, *assigned, args)
+        loss, contrastive, ce = batch_loss(encoder, head, hidden, view, own, *mine, args)
         return loss, torch.stack([contrastive, ce]), rows
 
     return run_batches([(rows,) for rows in batches], loss_of, optimizer, args, epoch, came, done, rank, schedule)

@@ -96,7 +96,7 @@ class Run:
         if self.finished:
             print_results(results, self.out)
             return
-        self.lock = pretrain.held(self.out)  # as long as this object lives
+        self.lock = pretrain.locked(self.out)  # as long as this object lives
         if not self.lock.__enter__():
             raise UserError(f"another run is writing to {self.out}/: wait until it has ended, or pass another --tag")
         start, self.code = time.monotonic(), commit()

@@ -24,7 +24,7 @@ from encoder import Encoder
 from losses import instance_wise_loss
 from make_lt_data import UserError
 from metrics import cluster_metrics, match_clusters
-from pretrain import held
+from pretrain import locked
 from seeding import kmeans, semi_supervised_kmeans
 
 NAMES = ("gcd", "deepaligned", "clnn", "dpn", "latentem", "usnid")
@@ -564,7 +564,7 @@ def test_the_method_in_the_readme_runs(tiny_flags, tmp_path):
 
 def test_a_second_run_in_the_same_folder_is_told_so(tiny_flags):
     out = Path(tiny_flags["out_dir"]) / "demo_g4_s0_gcd_twice"
-    with held(out), pytest.raises(UserError, match=f"another run is writing to {out}/"):
+    with locked(out), pytest.raises(UserError, match=f"another run is writing to {out}/"):
         method("gcd", **tiny_flags, tag="twice")
     assert not out.exists()
     method("gcd", **tiny_flags, tag="twice")

@@ -25,11 +25,11 @@ from torch.nn.functional import normalize
 
 import pretrain
 import train_imbanid
-from encoder import Dropout, Encoder, Packed, attend, weights_sha256
+from encoder import Dropout, Encoder, Packed, attend, pick_dtype, weights_sha256
 from make_lt_data import ThisProcessError, UserError, explain, parse_args, quoted, write_atomic
 from metrics import cluster_metrics
 from predict import Labeller
-from pretrain import held
+from pretrain import locked
 
 
 def train(task, *flags):
@@ -600,7 +600,7 @@ def test_a_second_run_in_the_same_folder_is_told_so(tiny_run, tiny_encoder, tmp_
     if name == "train_imbanid.py":
         shutil.copy(pre, out)
         flags = TINY_TRAIN
-    with held(out) as free:
+    with locked(out) as free:
         assert free
         one_line_error(script(name, *task, *flags, ok=False), "another run is writing to", "--tag")
         one_line_error(script(name, *task, *flags, ok=False, nproc=2), "another run is writing to", "--tag")
@@ -1206,9 +1206,16 @@ make_lt_data.run_script(lambda _: eval(sys.argv[1]))"""
     assert done.returncode == 1 and "RuntimeError" in done.stderr
 
 
-def test_a_gpu_that_cannot_be_used_is_said_and_not_taken_for_a_wrong_encoder(tiny_encoder):
+def test_a_gpu_that_cannot_be_used_is_said_and_not_taken_for_a_wrong_encoder(tiny_encoder, monkeypatch):
     with pytest.raises(ThisProcessError, match="the GPU cannot be used .*--device cpu"):  # no machine has so many
         Encoder(str(tiny_encoder), 32, torch.device("cuda", 99), torch.float32)
+
+    def busy(**_):
+        raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable")
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", busy)
+    with pytest.raises(ThisProcessError, match="the GPU cannot be used .*busy.*--device cpu"):
+        pick_dtype("auto", torch.device("cuda"))
 
 
 def test_a_full_disk_is_said_in_one_line(tiny_run, tiny_encoder, tmp_path):
