@@ -994,7 +994,8 @@ def keep(paths):
         raise UserError(f"{files[0]} is no folder of out/, whose results.json could be kept")
     for path in paths:
         run, name = read_benchmark(path), Path(os.path.abspath(path)).name  # of a link its own name
-        folder = Path("results") / ("dev" if run.get("on_dev") else "")
+        on_dev = run.get("on_dev") or Path(path).resolve().parent.name == "dev"  # older files do not say so
+        folder = Path("results") / ("dev" if on_dev else "")
         folder.mkdir(parents=True, exist_ok=True)
         target = folder / f"{name}.json"
         if target.exists() and read_results(target)["encoder"] != run["encoder"]:

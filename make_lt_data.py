@@ -222,17 +222,32 @@ def as_cell(value):
 
 
 def read_rows(path):
-    """The (text, label) rows of one raw file: a table of two columns, both of them filled in every row."""
-    if not path.exists():
-        raise UserError(f"{path} is missing: put it there; without --raw_dir the published corpora are downloaded")
-    with open_table(path) as file, contextlib.redirect_stderr(io.StringIO()):  # the notes are for tables of one's own
-        rows = [[*row.values()] for row in records(file, path)]
-    for number, row in enumerate(rows, 1):
-        if len(row) != 2 or not all(map(str.strip, row)):
-            raise UserError(f"{path}, row {number}: expected text <tab> label, neither of them empty")
-    if not rows:
+    """The (text, label) rows of one raw file: tab separated, quoted as the csv module reads it, one header line."""
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing: put it there; without --raw_dir the published corpora are downloaded") from None
+    if b"\0" in raw:
+        raise UserError(f"{path} holds a NUL byte: it is not a text file")
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as err:
+        line = raw[:err.start].count(b"\n") + 1
+        raise UserError(f"{path}, line {line}: not valid UTF-8; convert the file to UTF-8 first") from None
+    rows, reader = [], csv.reader(io.StringIO(text, newline=""), delimiter="\t", strict=True)
+    try:
+        for row in filter(None, reader):
+            rows.append([plain_text(cell) for cell in row])
+            if len(row) != 2:
+                raise UserError(f"{path}, line {reader.line_num}: {len(row)} column(s), expected text <tab> label")
+            if not (row[0].strip() and row[1].strip()):
+                raise UserError(f"{path}, line {reader.line_num}: empty {'text' if row[1].strip() else 'label'}")
+            rows[-1][1] = " ".join(rows[-1][1].split())  # a line of labels.txt
+    except csv.Error as err:
+        raise UserError(f"{path}, line {reader.line_num}: broken quoting ({err})") from None
+    if len(rows) < 2:
         raise UserError(f"{path} is empty: expected a header line and rows of text <tab> label")
-    return [[text, " ".join(label.split())] for text, label in rows]  # the label becomes a line of labels.txt
+    return rows[1:]
 
 
 def raw_corpus(dataset, raw_dir, mirror):
@@ -896,7 +911,7 @@ def main(args):
     if labelled.all():
         raise UserError("every row has a label, so there is nothing to discover: lower --known_ratio or --labeled_ratio")
     if len(texts["test"]) < len(names):
-        raise UserError(f"{args.dataset} has {len(texts['test'])} test rows for {len(names)} classes: one each is needed")
+        raise UserError(f"{args.dataset} has {len(texts['test'])} test rows for {len(names)} classes: one each is the least")
     meta = {**task, "num_classes": len(names), "num_known": num_known, "num_labelled": int(labelled.sum()),
             "num_unlabelled": int((~labelled).sum()), "num_dev": len(texts["dev"]), "num_test": len(texts["test"]),
             "raw_sha256": sha}

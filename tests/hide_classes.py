@@ -52,7 +52,7 @@ def main(words):
     folder = source.parent / "dev" / run_name(**{key: meta[key] for key in TASK})
     if (folder / "meta.json").exists():
         if read_run(folder)[3] != meta:
-            raise UserError(f"{folder} was made from another {source}: remove it")
+            raise UserError(f"{folder} was made from another {source}, or by older code: remove it")
         print(f"{folder} is there already, made from this {source}: skipped")
         return
     write_run(folder, texts, labels, [names[k] for k in old], {"train_truth": truth, "class_counts": counts[old]}, meta)

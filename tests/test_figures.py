@@ -506,8 +506,7 @@ def test_runs_on_dev_are_kept_apart_and_tabled_beside_the_defaults(tmp_path, mon
             out = make_run(tmp_path, seed, tag)
             results = json.loads((out / "results.json").read_text())
             config = results["config"] | {"tau": 0.07, "pretrain": {"no_mlm": tag == "no_mlm", "data": seed, "lr": 1}} | flags
-            results |= {"dataset": "clinc", "config": config, "test": SCORES | {"ACC": one}, "test_kmeans": SCORES,
-                        "on_dev": True}
+            results |= {"dataset": "clinc", "config": config, "test": SCORES | {"ACC": one}, "test_kmeans": SCORES}
             folders.append(tmp_path / "out/dev" / out.name.replace("demo", "clinc"))
             folders[-1].mkdir(parents=True)
             (folders[-1] / "results.json").write_text(json.dumps(results))

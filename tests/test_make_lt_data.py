@@ -190,9 +190,9 @@ def append(what):
 
 @pytest.mark.parametrize("change,words", [
     (lambda p: p.unlink(), ["missing"]), (lambda p: p.write_bytes(b""), ["empty"]),
-    (lambda p: p.write_bytes(b"text\tlabel\n"), ["empty"]), (append(b"one column\n"), ["row 321", "empty"]),
-    (append(b"a\tb\tc\n"), ["line 322", "3 cell"]), (append(b" \tcheck\n"), ["row 321", "empty"]),
-    (append(b"hello\t\n"), ["row 321", "empty"]), (append(b"\xff\xfe\tx\n"), ["UTF-8"]), (append(b"a\0b\tx\n"), ["NUL"]),
+    (lambda p: p.write_bytes(b"text\tlabel\n"), ["empty"]), (append(b"one column\n"), ["line 322", "1 column"]),
+    (append(b"a\tb\tc\n"), ["3 column"]), (append(b" \tcheck\n"), ["empty text"]), (append(b"hello\t\n"), ["empty label"]),
+    (append(b"\xff\xfe\tx\n"), ["line 322", "UTF-8"]), (append(b"a\0b\tx\n"), ["NUL"]),
     (append(b'"open\tx\n'), ["quoting"])])
 def test_broken_raw_files(tmp_path, tiny_raw, change, words):
     one_line_error(broken(tmp_path, tiny_raw, change), "train.tsv", *words)
