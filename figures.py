@@ -287,10 +287,15 @@ def ablation_t_table(folder="results"):
     return markdown(("ACC (T)", *(CORPORA[dataset][0] for dataset in corpora)), rows if corpora else [])
 
 
+def method_place(method):
+    """Where a method stands in a table: in the order of METHODS, those that somebody has added behind."""
+    return [*METHODS, method].index(method)
+
+
 def title_place(item):
-    """Sorts {method's title: its runs}: in the order of METHODS, those that somebody has added behind, variants by title."""
+    """Sorts {method's title: its runs}: methods as in method_place, their variants by title."""
     title, runs = item
-    return [*METHODS, runs[0]["method"]].index(runs[0]["method"]), title
+    return method_place(runs[0]["method"]), title
 
 
 def method_title(run):
@@ -497,7 +502,7 @@ def other_settings_table(folder="results"):
         if tag and seeds:
             sides = groups.setdefault((*key, seeds), [[plain[seed] for seed in seeds]])
             sides.append([by_seed[seed] for seed in seeds])
-    for key in sorted(groups, key=lambda key: ([*METHODS, key[0]].index(key[0]), list(CORPORA).index(key[1]), key[2])):
+    for key in sorted(groups, key=lambda key: (method_place(key[0]), list(CORPORA).index(key[1]), key[2])):
         (_, dataset, gamma, _, seeds), sides = key, groups[key]
         first = sides[0][0]["config"]
         configs = [first | runs[0]["config"] for runs in sides]  # an older file may lack a flag
@@ -819,8 +824,10 @@ def varied(runs, key, same=None):
     """
     ignored, found = (key, WITH_IT.get(key), "seed", "tag", "pretrain", "data"), {}
     for run in runs:
-        config = {"trained_layers": (run["config"]["pretrain"] or {}).get("trained_layers", 1), **run["config"],
-                  "tag": run["tag"], "encoder": run["encoder"], "method": run["method"], "processes": run.get("processes", 1)}
+        pre = run["config"].get("pretrain") or {}
+        config = {"dtype": pre.get("dtype"), "trained_layers": pre.get("trained_layers", 1),  # older files lack them
+                  **run["config"], "tag": run.get("tag", ""), "encoder": run["encoder"], "method": run["method"],
+                  "processes": run.get("processes", 1)}
         config["lambda2"] = config.get("lambda2") or (2.0 if config["gamma"] > 1 else 7.0)  # what train_imbanid.py makes of 0
         rest = {k: v for k, v in config.items() if (k in same if same else k not in ignored)}
         title = CORPORA[run["dataset"]][0] + ("" if key == "gamma" else f", gamma {run['gamma']:g}")

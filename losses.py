@@ -40,8 +40,8 @@ def select_clean(label, confidence, beta, rho=0.7, tau_g=0.9, use_dr=True, use_q
         raise ValueError(f"confidence must have shape ({N},) and lie in 0..1, without NaN")
     if beta.ndim != 1 or not (beta >= 0).all() or N and not 0 <= label.min() <= label.max() < len(beta):
         raise ValueError(f"beta must have shape (K,) with every label in 0..K-1, and hold no NaN, got {tuple(beta.shape)}")
-    if not beta.float().sum() <= 1.01:
-        raise ValueError(f"beta must hold class shares, which sum to 1, got a sum of {float(beta.float().sum()):.3g}")
+    if not (total := beta.float().sum()) <= 1.01:
+        raise ValueError(f"beta must hold class shares, which sum to 1, got a sum of {float(total):.3g}")
     if labelled is not None and (labelled.shape != (N,) or labelled.dtype != torch.bool):
         raise ValueError(f"labelled must be bool of shape ({N},), got {labelled.dtype} {tuple(labelled.shape)}")
     if use_dr and not rho >= 0 or use_qr and tau_g != tau_g:

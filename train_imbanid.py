@@ -377,8 +377,9 @@ def check_flags(args):
                    "kappa", "cache_gb")
     check_positive(args, "epochs", "min_steps", "lambda2", "label_weight", "swaps", "max_classes", "min_cluster", or_zero=True)
     check_shares(args, "omega", "rho", "tau_g", "replace_rate")
-    if args.num_classes not in ("", "true", "auto", "appendix_e") and not args.num_classes.isdecimal():
-        raise UserError(f"--num_classes {args.num_classes}: pass a number, or true, auto, appendix_e")
+    kinds = "true", "auto", "appendix_e"
+    if args.num_classes not in ("", *kinds) and not args.num_classes.isdecimal():
+        raise UserError(f"--num_classes {args.num_classes}: pass a number, or {', '.join(kinds)}")
     if not 0 < args.mu < 1:
         raise UserError(f"--mu {args.mu} must be between 0 and 1")
     for flag, other, wanted in (("max_classes", "num_classes", "appendix_e"), ("min_cluster", "num_classes", "appendix_e"),
