@@ -344,7 +344,7 @@ def demo(tmp_path_factory):
     task = {"dataset": "demo", "gamma": 10.0, "data_dir": str(folder / "data")}
     words = [word for key, value in task.items() for word in (f"--{key}", value)]
     script("make_lt_data.py", *words)
-    script("pretrain.py", *words, "--out_dir", folder / "out", "--encoder", "minilm", "--epochs", 10)
+    script("pretrain.py", *words, "--out_dir", folder / "out", "--encoder", "minilm", "--epochs", 5)
     flags = {**task, "encoder": "minilm", "out_dir": str(folder / "out")}
     method("kmeans", **flags)
     method("kmeans", **flags, features="pretrained", tag="pretrained")
@@ -373,7 +373,7 @@ def test_each_method_whole_with_the_real_encoder(demo, start_acc, name, capsys):
     that start from there are only asked to do no harm. DeepAligned has its own 100 epochs of pre-training: with one batch
     each, fewer are all warm-up.
     """
-    short = {"deepaligned": {"pretrain_epochs": 100}, "usnid": {"pretrain_epochs": 3}}.get(name, {})
+    short = {"deepaligned": {"pretrain_epochs": 100, "patience": 3}, "usnid": {"pretrain_epochs": 3}}.get(name, {})
     method(name, **demo, epochs=2, **short)
     start = "kmeans_pretrained" if name in ("clnn", "dpn", "latentem") else "kmeans"
     results, plain = (json.loads((Path(demo["out_dir"]) / f"demo_g10_s0_{which}/results.json").read_text())

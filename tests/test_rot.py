@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import PATIENCE
+from conftest import PATIENCE, ranks
 from scipy.optimize import linear_sum_assignment
 
 import rot
@@ -390,8 +390,7 @@ dist.destroy_process_group()
 
 def test_two_ranks_with_uneven_rows_get_the_beta_of_one(tmp_path):
     (tmp_path / "check.py").write_text(RANKS.format(repo=str(Path(__file__).parent.parent)))
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
-                           str(tmp_path / "check.py")], capture_output=True, text=True, timeout=PATIENCE)
+    done = ranks([tmp_path / "check.py"], 2)
     assert done.returncode == 0 and done.stdout.count("refused log_p must not hold NaN") == 2, done.stderr
     assert done.stdout.count("refused row must be finite") == 2
 
