@@ -39,7 +39,7 @@ class Args(Flags):
 
 
 def neighbour_loss(z, positive, tau):
-    """Mean over the 2B anchors of -1/|P(i)| sum over P(i) of log softmax (their Eq. 3). z: (B, 2, H) unit length.
+    """Mean over the 2B anchors of -1/|P(i)| sum over P(i) of log softmax (their Eqs. 2 and 3). z: (B, 2, H) unit length.
 
     positive: bool (B, B), which rows' views are positives of a row's views; a row is always one of its own.
     """

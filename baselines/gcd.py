@@ -63,7 +63,7 @@ def main(args):
         return -100 * float((match_clusters(truth, found)[found] == truth).sum()) / len(truth)  # minus ACC
 
     train(run, "last", {"head": head}, batch_loss, epochs=args.epochs, batch_size=args.batch_size, lr=args.lr,
-          judge=judge if len(run.labels["dev"]) >= run.num_known else None, patience=args.patience, bias_correction=True)
+          judge=judge if len(run.labels["dev"]) >= run.num_known > 1 else None, patience=args.patience, bias_correction=True)
     finish(run, lambda z: semi_supervised_kmeans(z, label, run.K, run.num_known, args.seed, args.n_init, True),
            ends=("seeded",))
 

@@ -8,7 +8,7 @@ and the search is as thorough as GCD's, which ends with it.
 """
 from dataclasses import dataclass
 
-from baselines.shared import Flags, Run, finish
+from baselines.shared import Flags, Run, check_used, finish
 from make_lt_data import UserError, check_positive, run_script
 from seeding import kmeans, semi_supervised_kmeans
 
@@ -24,6 +24,7 @@ def main(args):
     if args.features not in ("raw", "pretrained"):
         raise UserError(f"--features {args.features} is unknown: choose raw or pretrained")
     check_positive(args, "n_init")
+    check_used(args, "semi_supervised", "n_init")
     run = Run(args, "kmeans", pretrained=args.features == "pretrained")
     if run.finished:
         return

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 
-from baselines.shared import Flags, Run, dense_layer, finish, pretrain_on_known, train
+from baselines.shared import Flags, Run, check_used, dense_layer, finish, pretrain_on_known, train
 from losses import contrast_log_prob
 from make_lt_data import check_positive, check_shares, run_script
 from seeding import kmeans
@@ -52,6 +52,7 @@ def assignment_loss(p, cluster, tau):
 def main(args):
     check_positive(args, "pretrain_epochs", "patience", "epochs", "batch_size", "lr", "tau")
     check_shares(args, "ce_weight")
+    check_used(args, "ce_only", "pretrain_epochs", "patience")
     run = Run(args, "latentem", pretrained=not args.ce_only)
     if run.finished:
         return
@@ -60,7 +61,8 @@ def main(args):
     projection = nn.Sequential(nn.Linear(H, 2 * H), nn.ReLU(), nn.Dropout(0.1), nn.Linear(2 * H, H), nn.ReLU(),
                                nn.Dropout(0.1)).to(run.device)
     if not args.ce_only:  # its classifier goes on: cosine at a temperature, here as a linear layer
-        length = encoder.all_features(run.hidden["train"]).norm(dim=1).mean()
+        with torch.no_grad():
+            length = dense.eval()(encoder.all_features(run.hidden["train"])).norm(dim=1).mean()
         known.weight.data = normalize(run.pre["classifier"], dim=1).to(run.device) / (run.pre["config"]["temperature"] * length)
         known.bias.data.zero_()
     else:

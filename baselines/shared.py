@@ -69,6 +69,13 @@ class Flags:
     restart: bool = False  # replace an earlier run that had other settings
 
 
+def check_used(args, switch, *flags):
+    """UserError for the flags that were set though they do nothing without the switch."""
+    for flag in flags:
+        if not getattr(args, switch) and getattr(args, flag) != getattr(type(args), flag):
+            raise UserError(f"--{flag} has no effect without --{switch}: add that, or leave --{flag} out")
+
+
 class Run:
     """One open run of a method: what it may read (no train_truth), the encoder, and where it writes."""
 
@@ -181,14 +188,16 @@ def pretrain_on_known(run, dense, classifier):
         return cross_entropy(classifier(dense(run.encoder.features(run.hidden["train"], rows))), run.label["train"][rows])
 
     train(run, "pretrain", {"dense": dense, "classifier": classifier}, batch_loss, epochs=args.pretrain_epochs,
-          batch_size=args.batch_size, lr=args.lr, rows=run.labelled, judge=lambda memory: dev_loss(run, dense, classifier),
+          batch_size=args.batch_size, lr=args.lr, rows=run.labelled, judge=dev_judge(run, dense, classifier),
           patience=args.patience)
 
 
-@torch.no_grad()
-def dev_loss(run, dense, classifier):
-    """What early stopping looks at, the lower the better: cross-entropy on dev."""
-    return float(cross_entropy(classifier(dense(run.encoder.all_features(run.hidden["dev"]))), run.label["dev"]))
+def dev_judge(run, dense, classifier):
+    """What early stopping looks at, the lower the better: cross-entropy on dev. None without dev rows of two classes."""
+    @torch.no_grad()
+    def judge(memory):
+        return float(cross_entropy(classifier(dense(run.encoder.all_features(run.hidden["dev"]))), run.label["dev"]))
+    return judge if len(run.labels["dev"]) and run.num_known > 1 else None
 
 
 def align(reference, centre):
@@ -277,7 +286,7 @@ def train(run, stage, heads, batch_loss, *, epochs, batch_size, lr, rows=None, b
             log.append({"stage": stage, "epoch": epoch, "loss": sum(losses) / len(losses),
                         "seconds": time.monotonic() - start, **({"judged": value} if judge else {})})
             state = trained_state(modules)
-            if value < best["value"] or value != value:  # no dev rows: nothing to choose by
+            if value < best["value"]:
                 best = {"value": value, "epoch": epoch, "modules": state, "memory": dict(memory)}
             done = epoch == epochs or bool(patience) and epoch - best["epoch"] >= patience
         write_atomic(run.out / "log.jsonl", "".join(json.dumps(line) + "\n" for line in run.log + log))

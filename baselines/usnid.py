@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, normalize, pad
 
-from baselines.shared import Flags, Run, dense_layer, dev_loss, finish, supervised_contrast, train
+from baselines.shared import Flags, Run, dense_layer, dev_judge, finish, supervised_contrast, train
 from encoder import Packed
 from make_lt_data import check_positive, check_shares, run_script
 from seeding import kmeans
@@ -81,7 +81,7 @@ def main(args):
 
     train(run, "pretrain", {"dense": dense, "known": known, "contrast": known_contrast}, pretrain_loss,
           epochs=args.pretrain_epochs, batch_size=args.batch_size, lr=args.pretrain_lr, rows=unlabelled,
-          judge=lambda memory: dev_loss(run, dense, known), patience=args.patience)
+          judge=dev_judge(run, dense, known), patience=args.patience)
 
     def begin_epoch(memory, step):
         dense.train()

@@ -499,6 +499,20 @@ def test_pre_training_of_its_own(tiny_flags, tmp_path):
     assert (tmp_path / "demo_g4_s0/pretrain.pt").exists() and (tmp_path / "demo_g4_s0_kmeans/results.json").exists()
 
 
+@pytest.mark.parametrize("name, stage", [("gcd", "last"), ("deepaligned", "pretrain"), ("usnid", "pretrain")])
+def test_one_known_class_tells_nothing_of_when_to_stop(tiny_raw, tiny_flags, tmp_path, name, stage):
+    """Dev's only class is always found, after the first epoch too: the last one is kept, as pretrain.py does."""
+    flags = tiny_flags | {"known_ratio": 0.125, "data_dir": str(tmp_path / "data"), "out_dir": str(tmp_path / "out")}
+    task = [word for key in ("dataset", "gamma", "seed", "known_ratio", "data_dir") for word in (f"--{key}", flags[key])]
+    script("make_lt_data.py", *task, "--raw_dir", tiny_raw)
+    method(name, **flags, **({"pretrain_epochs": 3} if stage == "pretrain" else {}))
+    run = next((tmp_path / "out").glob(f"*_{name}"))
+    results = json.loads((run / "results.json").read_text())
+    assert results["kept"][stage] == results["epochs"][stage] == (3 if stage == "pretrain" else 2)
+    assert not any("judged" in line for line in map(json.loads, (run / "log.jsonl").read_text().splitlines())
+                   if line["stage"] == stage)
+
+
 def test_weights_that_ran_away_are_not_saved(tiny_flags, monkeypatch):
     """A step that leaves finite losses and useless weights ends in one line, before k-means or a checkpoint sees them."""
     monkeypatch.setattr(shared, "lr_share", lambda *_: 1e30)
@@ -523,7 +537,9 @@ def test_bad_flags_end_in_one_line(tiny_flags, tiny_run):
     for name, words, expected in (("usnid", ["--erase_rate", 2], "erase_rate"), ("kmeans", ["--features", "bert"], "features"),
                                   ("gcd", ["--topk", 3], "topk"), ("clnn", ["--tag", "a/b"], "tag"),
                                   ("deepaligned", ["--epochs", 0], "epochs"), ("latentem", ["--lr", "nan"], "lr"),
-                                  ("dpn", ["--batch_size", -1], "batch_size")):
+                                  ("dpn", ["--batch_size", -1], "batch_size"),
+                                  ("latentem", ["--patience", 3], "without --ce_only"),
+                                  ("kmeans", ["--n_init", 7], "without --semi_supervised")):
         one_line_error(script("-m", f"baselines.{name}", *task, *words, ok=False), expected)
     with pytest.raises(shared.UserError, match="benchmark|run on"):
         method("dpn", **{**tiny_flags, "dataset": "my.csv"})
@@ -635,7 +651,8 @@ def test_usnids_kmeans_goes_on_from_its_centres(tiny_flags, monkeypatch):
 
 def test_latentems_classifier_goes_on(tiny_flags, monkeypatch):
     run, found = stages("latentem", tiny_flags, monkeypatch)
-    known, z = found["last"][0]["known"], run.encoder.all_features(run.hidden["train"])
+    heads = found["last"][0]
+    known, z = heads["known"], heads["dense"](run.encoder.all_features(run.hidden["train"]))
     cosine = normalize(z, dim=1) @ normalize(run.pre["classifier"], dim=1).T
     share = z.norm(dim=1, keepdim=True) / z.norm(dim=1).mean()
     assert torch.allclose(known(z).detach(), share * cosine / run.pre["config"]["temperature"], atol=1e-4)
