@@ -24,13 +24,14 @@ import re
 import sys
 import warnings
 from collections import Counter
+from fnmatch import fnmatch
 from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
 from scipy.stats import ttest_rel
 
-from make_lt_data import CORPORA, TASK, UserError, open_table, plain_text, records, run_name, run_script, write_atomic
+from make_lt_data import CORPORA, TASK, UserError, own_table, plain_text, run_name, run_script, write_atomic
 
 # The paper's Table 2, ImbaNID's row: {(dataset, gamma): (ACC, NMI, ARI)}.
 PAPER = {("clinc", 1): (95.64, 97.26, 91.78), ("clinc", 3): (90.44, 95.60, 85.36),
@@ -74,6 +75,7 @@ GROUPS = COLUMNS[-3:]
 METHOD_COLUMNS = (*(f"{c} (C)" for c in COLUMNS[:5]), "ACC (T)", "epochs", "seconds")
 HELD = ", labels held"  # behind a method's title: its features, with GCD's end instead of its own under C
 CUT = ", cut short"  # likewise: on a shorter schedule than the published one, whose runs have the tag "full"
+KEPT = "*_g*_s*"  # what a run's folder, and its file in results/, are called
 GB = 2**20 / 1e9  # a "memory_mb" in results/ counts MiB
 OF_A_RUN = ("seed", "data", "pretrain", "weights", "dtype", "no_cache")  # what runs over seeds and machines may differ in
 WITH_IT = {"lr": "head_lr", "epochs": "max_steps"}  # flags that are set together, in tables of one of them
@@ -101,6 +103,19 @@ def read_results(path):
         raise UserError(f"{path} is damaged: delete it and run train_imbanid.py for it again") from None
 
 
+def of_known_corpus(path, run):
+    """The run; UserError where its corpus has no line in CORPORA, as in the checkout of somebody who has added one."""
+    if run.get("dataset") not in CORPORA:
+        raise UserError(f"{path} is of corpus {run.get('dataset')}, which CORPORA of make_lt_data.py lacks: add its line, or "
+                        "leave the file out")
+    return run
+
+
+def on_dev(run, path):
+    """Whether a run's test scores are of dev with hidden classes (tests/hide_classes.py): older files do not say so."""
+    return bool(run.get("on_dev")) or Path(path).resolve().parent.name == "dev"
+
+
 def in_order(keys):
     """Keys (dataset, gamma, ...) sorted, the corpora in the order of CORPORA."""
     return sorted(keys, key=lambda key: (list(CORPORA).index(key[0]), *key[1:]))
@@ -108,7 +123,7 @@ def in_order(keys):
 
 def read_kept(folder, ratios=(0.75, 0.1)):
     """read_results of the runs in results/, by name: those with these known and labelled ratios, None: all."""
-    runs = map(read_results, sorted(Path(folder).glob("*_g*_s*.json")))
+    runs = [of_known_corpus(path, read_results(path)) for path in sorted(Path(folder).glob(f"{KEPT}.json"))]
     return [run for run in runs if ratios in (None, (run["config"]["known_ratio"], run["config"]["labeled_ratio"]))]
 
 
@@ -171,17 +186,24 @@ def read_benchmark(path):
 
 def print_mean(folders):
     runs = [read_benchmark(folder) for folder in folders]
-    first, rows = runs[0], [(title, spread(runs, key)) for title, key in ROWS if key in runs[0]]
+    first, rows = runs[0], {}
+    for title, key in ROWS:
+        if key in first:
+            rows.setdefault(title.replace("ImbaNID", method_title(first)), spread(runs, key))  # k-means itself is twice there
     if len({run["seed"] for run in runs}) < len(runs):
         raise UserError("a mean over seeds has each seed once")
+    of_dev = {on_dev(run, folder) for run, folder in zip(runs, folders)}
+    if len(of_dev) > 1:
+        raise UserError("some of these runs are scored on the test set, others on dev with hidden classes: take two means")
     several = len(runs) > 1  # one seed has no deviation
-    tag = first["tag"] and f"{first['tag']}, "
-    print(f"\n{first['dataset']}, gamma {first['gamma']:g}, {tag}encoder {first['encoder']}, "
+    where = (first["tag"] and f"{first['tag']}, ") + ("dev with hidden classes, " if True in of_dev else "")
+    print(f"\n{first['dataset']}, gamma {first['gamma']:g}, {where}encoder {first['encoder']}, "
           + (f"seeds {' '.join(str(run['seed']) for run in runs)}: mean and standard deviation, percent" if several else
              f"seed {first['seed']}, percent"))
-    print(f"{'':30}" + "".join(f"{c:>{14 if several else 9}}" for c in COLUMNS))
-    for title, scores in rows:
-        print(f"{title.replace('ImbaNID', method_title(first)):30}"
+    width = max(map(len, rows)) + 1
+    print(" " * width + "".join(f"{c:>{14 if several else 9}}" for c in COLUMNS))
+    for title, scores in rows.items():
+        print(title.ljust(width)
               + "".join(f"{mean:8.2f} ±{sd:4.2f}" if several else f"{mean:9.2f}" for mean, sd in scores.values()))
     minutes = np.array([sum(run["seconds"].values()) for run in runs]) / 60
     memory = max(run["peak_memory_mb"] for run in runs) * GB
@@ -662,16 +684,21 @@ TABLES = (headline_table, results_table, ablation_table, ablation_t_table, setti
 # ---- pictures, a function each; what draws them is imported where it is used, so that the tables start at once ----
 
 def panels(n=1, height=4.2, across=3):
-    """n axes on a figure 9 inches wide, README's 900 pixels. Returns (figure, axes)."""
+    """n axes on a figure 9 inches wide, README's 900 pixels. height: inches, of all rows of axes or of each.
+
+    Returns (figure, axes).
+    """
     import matplotlib
     from matplotlib import figure, font_manager
     fonts = {font.name for font in font_manager.fontManager.ttflist}.intersection(FONTS)
     matplotlib.rcParams.update({"font.size": 10, "font.family": ["DejaVu Sans", *sorted(fonts)], "axes.titlesize": 10,
                                 "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False})
     warnings.filterwarnings("ignore", "Glyph ")  # a letter that no font has becomes a box
-    rows = math.ceil(n / across)
-    whole = figure.Figure(figsize=(9, height * rows), layout="constrained")
-    return whole, [whole.add_subplot(rows, min(n, across), i + 1) for i in range(n)]
+    across = min(n, across)
+    heights = np.broadcast_to(height, math.ceil(n / across))
+    whole = figure.Figure(figsize=(9, heights.sum()), layout="constrained")
+    grid = whole.add_gridspec(len(heights), across, height_ratios=heights)
+    return whole, [whole.add_subplot(grid[divmod(i, across)]) for i in range(n)]
 
 
 def short(name):
@@ -682,8 +709,8 @@ def short(name):
 
 def benchmark_of(run):
     """The benchmark's side of a run: its data folder, class names, training rows a class, and how many classes are known."""
-    data = run["folder"].resolve().parent.parent / "data" / run_name(
-        **{key: run["config"][key] for key in TASK})
+    root = run["folder"].resolve().parents[2 if run.get("on_dev") else 1]
+    data = root / ("data/dev" if run.get("on_dev") else "data") / run_name(**{key: run["config"][key] for key in TASK})
     return (data, (data / "labels.txt").read_text(encoding="utf-8").splitlines(), np.load(data / "class_counts.npy"),
             json.loads((data / "meta.json").read_text())["num_known"])
 
@@ -701,22 +728,26 @@ def tsne(feature, rows):
     if np.ptp(drawn, axis=0).max() == 0:
         raise UserError("all rows have the same features, which make no map: another --encoder may know these texts")
     xy = TSNE(perplexity=min(30, (len(chosen) - 1) / 3), random_state=0).fit_transform(drawn)
-    return chosen, (xy - xy.min(0)) / np.ptp(xy, axis=0)
+    return chosen, (xy - xy.min(0)) / np.maximum(np.ptp(xy, axis=0), 1e-9)
 
 
 def class_sizes(run):
-    """Training rows of each class, or of each found cluster of own data, the largest first."""
+    """Training rows of each class, or rows of each found cluster of own data, the largest first."""
     if run.get("own"):
-        counts = np.bincount(np.load(run["folder"] / "pseudo_label.npy"), minlength=run["num_classes"])
-        num_known, unit, of = run["num_known"], "different texts", "clusters"
+        clusters = cluster_lines(run["folder"])
+        counts = np.array([int(line["size"]) for line in clusters])
+        known = np.array([line["known"] == "yes" for line in clusters])
+        unit, of = "rows", "clusters"
     else:
         counts, num_known = benchmark_of(run)[2:]
+        known = np.arange(len(counts)) < num_known
         unit, of = "training rows", "classes"
     order = np.argsort(-counts, kind="stable")
     figure, (axis,) = panels()
-    for rows, name, colour, face in ((order < num_known, "known", COLOURS[0], COLOURS[0]),
-                                     (order >= num_known, "new", COLOURS[1], "none")):
-        axis.scatter(1 + np.flatnonzero(rows), counts[order][rows], 30, facecolors=face, edgecolors=colour, label=name)
+    for rows, name, colour, face in ((known[order], "known", COLOURS[0], COLOURS[0]),
+                                     (~known[order], "new", COLOURS[1], "none")):
+        if rows.any():
+            axis.scatter(1 + np.flatnonzero(rows), counts[order][rows], 30, facecolors=face, edgecolors=colour, label=name)
     axis.set(yscale="log", ylabel=f"{unit} (log scale)", xlabel=f"{of}, by size")
     axis.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
     axis.yaxis.set_major_formatter("{x:g}")
@@ -776,7 +807,8 @@ def epochs(run):
     shown = [row for row in (("dev_accuracy", "dev accuracy (known classes), percent", "linear"),
                              ("rot_iterations", "steps of the transport (or of k-means)", "linear"),
                              ("rot_residual", "residual of the transport (log scale)", "log"))
-             if log and all(line.get(row[0]) is not None for line in log)]
+             if log and all(line.get(row[0]) is not None for line in log)
+             and (row[2] != "log" or any(line[row[0]] for line in log))]  # k-means has no residual
     if not shown:
         raise UserError("its file holds nothing to draw")
     figure, axes = panels(len(shown), height=3.4)
@@ -827,10 +859,14 @@ def varied(runs, key, same=None):
         pre = run["config"].get("pretrain") or {}
         config = {"dtype": pre.get("dtype"), "trained_layers": pre.get("trained_layers", 1),  # older files lack them
                   **run["config"], "tag": run.get("tag", ""), "encoder": run["encoder"], "method": run["method"],
-                  "processes": run.get("processes", 1)}
+                  "processes": run.get("processes", 1), "on_dev": run.get("on_dev", False)}
         config["lambda2"] = config.get("lambda2") or (2.0 if config["gamma"] > 1 else 7.0)  # what train_imbanid.py makes of 0
         rest = {k: v for k, v in config.items() if (k in same if same else k not in ignored)}
-        title = CORPORA[run["dataset"]][0] + ("" if key == "gamma" else f", gamma {run['gamma']:g}")
+        title = CORPORA[run["dataset"]][0] + ", dev" * config["on_dev"]
+        if key != "gamma":
+            method = METHODS.get(run["method"], run["method"])  # one that somebody has added
+            title += f", gamma {run['gamma']:g}" + (run["method"] != "imbanid") * f", {method}"
+            title += (len({run["encoder"] for run in runs}) > 1) * f"\n{Path(run['encoder']).name}"
         found.setdefault(json.dumps(rest, sort_keys=True), (title, {}))[1].setdefault(config.get(key), []).append(run)
     return [(title, dict(sorted(by_value.items()))) for title, by_value in found.values() if len(by_value) > 1]
 
@@ -850,9 +886,10 @@ def gamma_curves(found, _):
     """Training rows per class for each gamma."""
     figure, axes = panels(len(found), height=4)
     for axis, (title, by_gamma) in zip(axes, found):
-        for (gamma, runs), colour in zip(by_gamma.items(), COLOURS):
+        for i, (gamma, runs) in enumerate(by_gamma.items()):
             counts = np.sort(benchmark_of(runs[0])[2])[::-1]
-            axis.plot(1 + np.arange(len(counts)), counts, color=colour, label=f"gamma {gamma:g}", lw=2)
+            axis.plot(1 + np.arange(len(counts)), counts, ("-", "--", ":")[i // 7 % 3], color=COLOURS[i % 7],
+                      label=f"gamma {gamma:g}", lw=2)
         axis.set(title=title, xlabel="classes, by size", ylabel="training rows", ylim=(0, None))
         axis.locator_params(axis="x", integer=True)
         axis.legend()
@@ -876,56 +913,77 @@ def setting_curves(found, key):
     return figure
 
 
-def setting_bars(found, key):
-    """Test ACC, NMI and ARI for each share of known classes or each ablation, mean and standard deviation over seeds."""
-    figure, axes = panels(len(found), height=4, across=1 if key == "tag" else 3)
+def ratio_bars(found, _):
+    """Test ACC, NMI and ARI for each share of known classes, mean and standard deviation over seeds."""
+    figure, axes = panels(len(found), height=4)
     for axis, (title, by_value) in zip(axes, found):
         scores = [spread(runs, "test") for runs in by_value.values()]
-        method = next(iter(by_value.values()))[0]["method"]
-        names = {"": METHODS.get(method, method)} | {tag: row[0] for tag, row in ABLATIONS.items() if method == "imbanid"}
-        ticks = [names.get(value, short(value)).replace(" ", "\n") if key == "tag" else f"{100 * value:g}"
-                 for value in by_value]
-        bars(axis, {c: tuple(zip(*(score[c] for score in scores))) for c in COLUMNS[:3]}, ticks, title=title,
-             xlabel="" if key == "tag" else "known classes, percent", ylabel="test, percent")
+        bars(axis, {c: tuple(zip(*(score[c] for score in scores))) for c in COLUMNS[:3]},
+             [f"{100 * value:g}" for value in by_value], title=title, xlabel="known classes, percent", ylabel="test, percent")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
     return figure
+
+
+def tag_dots(found, _):
+    """Test ACC, NMI and ARI of each ablation or other tag, a line each, mean and standard deviation over seeds."""
+    figure, axes = panels(len(found), height=[max(2.8, 1.2 + 0.3 * len(by_tag)) for _, by_tag in found], across=1)
+    for axis, (title, by_tag) in zip(axes, found):
+        known = list(ABLATIONS)  # in the order of the table, then what is in none
+        tags = sorted(by_tag, key=lambda tag: known.index(tag) if tag in known else len(known))
+        method = by_tag[tags[0]][0]["method"]
+        names = {"": METHODS.get(method, method)} | {tag: row[0] for tag, row in ABLATIONS.items() if method == "imbanid"}
+        for column, colour, marker in zip(COLUMNS, COLOURS, "os^"):
+            mean, sd = np.transpose([spread(by_tag[tag], "test")[column] for tag in tags])
+            axis.errorbar(mean, range(len(tags)), xerr=sd, fmt=marker, color=colour, capsize=2, label=column)
+        axis.set(title=title, xlabel="percent", ylim=(len(tags) - 0.5, -0.5))
+        axis.set_yticks(range(len(tags)), [names.get(tag, short(tag)) for tag in tags])
+        axis.grid(alpha=0.3)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
+    return figure
+
+
+def cluster_lines(folder):
+    """The rows of a run's clusters.csv, as somebody's spreadsheet may have left it, cells cut to what a page shows."""
+    if not ((folder / "clusters.csv").exists() and (folder / "assignments.csv").exists()):
+        raise UserError(f"run `python predict.py {folder}` first, which writes clusters.csv and assignments.csv")
+    clusters = [{key: value[:300] for key, value in line.items()} for line in own_table(folder / "clusters.csv")
+                if any(line.values())]  # a spreadsheet may leave an empty one
+    if lacking := {"id", "known", "name", "size", "share", "confidence", "keywords"}.difference(*clusters[:1]):
+        raise UserError(f"{folder}/clusters.csv has no column {min(lacking)}: put it back, or remove the file (and the names "
+                        f"you gave) and run python predict.py {folder}")
+    for number, line in enumerate(clusters, 1):
+        for key in ("id", "size"):
+            if not line[key].isdecimal():
+                raise UserError(f"{folder}/clusters.csv, row {number}: {key} {line[key]!r} is no number: put it back")
+        line |= {"id": str(int(line["id"])), **{key: line[key].replace(",", ".") for key in ("share", "confidence")}}
+    return clusters
 
 
 def report(run, pictures):
     """The text of report.html. pictures: {path of a PNG: its caption}."""
     folder = run["folder"]
-    if not ((folder / "clusters.csv").exists() and (folder / "assignments.csv").exists()):
-        raise UserError(f"run `python predict.py {folder}` first, which writes clusters.csv and assignments.csv")
-    with open_table(folder / "clusters.csv") as f:  # as somebody's spreadsheet may have left it
-        clusters = [{key: value[:300] for key, value in line.items()} for line in records(f, folder / "clusters.csv")
-                    if any(line.values())]  # a spreadsheet may leave an empty one
-    if lacking := {"id", "known", "name", "size", "share", "confidence", "keywords"}.difference(*clusters[:1]):
-        raise UserError(f"{folder}/clusters.csv has no column {min(lacking)}: put it back, or remove the file (and the names "
-                        f"you gave) and run python predict.py {folder}")
-    for number, line in enumerate(clusters, 1):
-        if not line["size"].isdecimal():
-            raise UserError(f"{folder}/clusters.csv, row {number}: size {line['size']!r} is no number: put it back")
-        line |= {key: line[key].replace(",", ".") for key in ("share", "confidence")}  # by which the page sorts
+    clusters = cluster_lines(folder)
     train_row, place = np.load(folder / "train_row.npy"), {line["id"]: i for i, line in enumerate(clusters)}
     rows = np.flatnonzero(train_row >= 0)
     chosen, xy = tsne(np.load(folder / "train_feature.npy", mmap_mode="r"), train_row[rows])
     xy = dict(zip(rows[chosen].tolist(), xy.round(4).tolist()))
-    with open_table(folder / "assignments.csv") as f:
-        points = [[*xy[row], place[line["cluster"]], line["text"][:300], line["confidence"]]
-                  for line in records(f, folder / "assignments.csv")
-                  if (row := int(line["row"]) - 1) in xy and line["cluster"] in place]
+    points = [[*xy[row], place[line["cluster"]], line["text"][:300], line["confidence"]]
+              for line in own_table(folder / "assignments.csv")
+              if (row := int(line["row"]) - 1) in xy and line["cluster"] in place]
     known = sum(line["known"] == "yes" for line in clusters)
     shown = sum(int(line["size"]) for line in clusters)  # not those of clusters whose lines somebody has deleted
+    scored = "dev" if run.get("on_dev") else "test"
     facts = {"rows": f"{shown:,}" + (f" of {len(rows):,}" if shown < len(rows) else ""), "known intents": known,
              "new intents": len(clusters) - known, "encoder": html.escape(Path(run["encoder"]).name), "epochs": run["epochs"],
              "minutes": f"{sum(run['seconds'].values()) / 60:.1f}",
-             **{f"test {c}": f"{run['test'][c]:.1f} %" for c in COLUMNS[:3] if "test" in run}}
+             **{f"{scored} {c}": f"{run['test'][c]:.1f} %" for c in COLUMNS[:3] if "test" in run}}
     parts = {"TITLE": html.escape(plain_text(folder.resolve().name)),
              "FACTS": "".join(f"<div><dt>{key}<dd>{value}</div>" for key, value in facts.items()),
              "FIGURES": "".join(f"<figure><figcaption>{caption}</figcaption><img alt='' src='data:image/png;base64,"
                                 f"{base64.b64encode(path.read_bytes()).decode()}'></figure>"
                                 for path, caption in pictures.items()),
-             "DATA": json.dumps({"clusters": clusters, "points": points}, ensure_ascii=False).replace("<", "\\u003c")}
+             "DATA": json.dumps({"clusters": clusters, "points": points}, ensure_ascii=False,
+                                allow_nan=False).replace("<", "\\u003c")}
     return re.sub("@([A-Z]+)@", lambda found: parts[found[1]], PAGE)  # one pass: what a text says is never filled in again
 
 
@@ -956,7 +1014,11 @@ def draw(paths):
         kept = path.suffix == ".json"  # of results/: for what compares runs alone
         if not (path if kept else path / "results.json").is_file() or "config" not in (run := read_results(path)):
             raise UserError(f"{path} is no run that has finished; {USAGE}")
-        runs.append({**run, "folder": Path("out") / path.stem if kept else path, "kept": kept})
+        if not run.get("own"):
+            of_known_corpus(path, run)
+        of_dev = on_dev(run, path)
+        runs.append({**run, "folder": Path("out", "dev" if of_dev else "", path.stem) if kept else path, "kept": kept,
+                     "on_dev": of_dev})
     stale = [run for run in runs if not run["kept"] and not draw_run(run)]
     if not draw_comparisons(runs) and all(run["kept"] for run in runs):
         raise UserError("these files differ in no setting that a picture shows: pass runs that do, or folders of out/")
@@ -980,10 +1042,9 @@ def draw_run(run):
 
 def draw_comparisons(runs):
     """A picture for each setting in which runs differ. Returns whether there is any such setting."""
-    differing, alike = False, "dataset method gamma known_ratio labeled_ratio encoder omega lambda2".split()
+    differing, alike = False, "dataset method gamma known_ratio labeled_ratio encoder omega lambda2 on_dev".split()
     for key, build, same in (("gamma", gamma_curves, ("dataset",)), ("omega", setting_curves, None),
-                             ("lambda2", setting_curves, None), ("known_ratio", setting_bars, None),
-                             ("tag", setting_bars, alike)):
+                             ("lambda2", setting_curves, None), ("known_ratio", ratio_bars, None), ("tag", tag_dots, alike)):
         differ = varied([run for run in runs if "test" in run], key, same)
         found = differ if build is gamma_curves else on_shared_seeds(differ)
         differing = differing or bool(differ)
@@ -1001,8 +1062,10 @@ def keep(paths):
         raise UserError(f"{files[0]} is no folder of out/, whose results.json could be kept")
     for path in paths:
         run, name = read_benchmark(path), Path(os.path.abspath(path)).name  # of a link its own name
-        on_dev = run.get("on_dev") or Path(path).resolve().parent.name == "dev"  # older files do not say so
-        folder = Path("results") / ("dev" if on_dev else "")
+        if not fnmatch(name, KEPT):
+            raise UserError(f"{path}: no table would find a file of this name: give the folder back the one it was trained "
+                            f"under, {run_name(**{key: run['config'][key] for key in TASK})} with its tag or method")
+        folder = Path("results", "dev" if on_dev(run, path) else "")
         folder.mkdir(parents=True, exist_ok=True)
         target = folder / f"{name}.json"
         if target.exists() and read_results(target)["encoder"] != run["encoder"]:
@@ -1011,6 +1074,7 @@ def keep(paths):
                 raise UserError(f"{target} is of encoder {there}, {path} of {run['encoder']}: remove the file first, or keep "
                                 "the run in another checkout")
         write_atomic(target, json.dumps(run, indent=1) + "\n")
+        print(target)
 
 
 def make_tables(paths):
@@ -1107,13 +1171,13 @@ const rows = D.clusters.map((c, i) => {
   const row = make("tbody", {}, make("tr", {}, ...cells.map(cell => make("td", { dir: "auto" }, cell))),
     make("tr", {}, make("td", { colspan: 6 }, list)));
   row.firstChild.onclick = () => pick(picked == i ? -1 : i);
-  row.words = [c.name, c.keywords, ...examples].join("\n").toLowerCase();
+  row.words = [c.name, c.keywords, ...examples].join("\n").normalize().toLowerCase();
   return row;
 });
 let picked, sorted, up;
 function pick(i) {  // cluster i, -1: none; and show what the search asks for
   picked = i;
-  rows.forEach((row, j) => { row.hidden = i != j && !row.words.includes($("input").value.toLowerCase());
+  rows.forEach((row, j) => { row.hidden = i != j && !row.words.includes($("input").value.normalize().toLowerCase());
     row.classList.toggle("on", i == j); row.querySelector("button").ariaExpanded = i == j; });
   $("[role=status]").textContent = rows.filter(row => !row.hidden).length + " of " + rows.length;
   dots.forEach((dot, j) => { const own = D.points[j][2]; dot.classList.toggle("big", i == own);
@@ -1122,9 +1186,11 @@ function pick(i) {  // cluster i, -1: none; and show what the search asks for
 const heads = Object.entries({ name: "cluster", known: "kind", size: "rows", share: "share, %", confidence: "conf., %",
   keywords: "keywords" }).map(([key, title]) => {
   const head = make("th", {}, make("button", {}, title)), value = row => D.clusters[rows.indexOf(row)][key];
+  const number = ["size", "share", "confidence"].includes(key);
+  const order = (a, b) => number ? a - b : a.localeCompare(b, undefined, { numeric: true });
   head.onclick = () => {
-    up = sorted == key ? !up : !["size", "share", "confidence"].includes(key); sorted = key;
-    $("table").append(...[...rows].sort((a, b) => (value(a) - value(b) || value(a).localeCompare(value(b))) * (up ? 1 : -1)));
+    up = sorted == key ? !up : !number; sorted = key;
+    $("table").append(...[...rows].sort((a, b) => order(value(a), value(b)) * (up ? 1 : -1)));
     heads.forEach(other => other.ariaSort = other != head ? "none" : up ? "ascending" : "descending");
   };
   return head;
@@ -1133,12 +1199,13 @@ svg.append(...dots); $("thead tr").append(...heads); $("table").append(...rows);
 
 const taken = [], largest = D.clusters.map((c, i) => [c.size, i]).sort((a, b) => b[0] - a[0]).slice(0, 30);
 for (const [, i] of largest) {  // its name in the middle of its dots, where there is room
-  const own = D.points.filter(p => p[2] == i), name = D.clusters[i].name.slice(0, 28), half = 4 + 3.6 * name.length;
+  const own = D.points.filter(p => p[2] == i), name = [...D.clusters[i].name].slice(0, 28).join("");
   if (!own.length) continue;
+  const title = svg.appendChild(make("text", {}, name)), half = 4 + title.getComputedTextLength() / 2;
   const [cx, cy] = at([0, 1].map(k => own.map(p => p[k]).sort((a, b) => a - b)[own.length >> 1]));
   const x = Math.min(Math.max(cx, half), 560 - half), y = Math.max(14, cy - 8);
-  if (taken.some(t => Math.abs(t[0] - x) < t[2] + half && Math.abs(t[1] - y) < 17)) continue;
-  taken.push([x, y, half]); svg.append(make("text", { x, y }, name));
+  if (taken.some(t => Math.abs(t[0] - x) < t[2] + half && Math.abs(t[1] - y) < 17)) title.remove();
+  else { taken.push([x, y, half]); title.setAttribute("x", x); title.setAttribute("y", y); }
 }
 const under = e => D.points[dots.indexOf(e.target)];
 svg.onmouseover = e => {

@@ -413,15 +413,20 @@ def digest(lines):
     return hashlib.sha256(b"".join(sorted(hashlib.sha256(repr(line).encode()).digest() for line in said))).hexdigest()
 
 
+def own_table(path):
+    """[dict of str], the rows of a table that we wrote. The notes that records makes are for tables of others."""
+    with open_table(path) as file, contextlib.redirect_stderr(io.StringIO()):
+        return list(records(file, path))
+
+
 def set_aside(path):
     """Copy a table that somebody has changed since write_table wrote it, and say so. Returns whether it was."""
     if not path.exists():
         return False
     known = path.with_suffix(".sha256")
     try:
-        with open_table(path) as file, contextlib.redirect_stderr(io.StringIO()):  # the notes are for tables of others
-            if known.exists() and digest(records(file, path)) in known.read_text().split():
-                return False
+        if known.exists() and digest(own_table(path)) in known.read_text().split():
+            return False
     except UserError:
         pass  # whatever a spreadsheet has made of it is not ours to write over
     numbered = (path.with_name(f"{path.stem}_edited{n or ''}{path.suffix}") for n in itertools.count())

@@ -47,6 +47,7 @@ from make_lt_data import (
     check_positive,
     flag_parser,
     open_table,
+    own_table,
     part_of,
     pick_text_column,
     quoted,
@@ -211,11 +212,16 @@ def load_array(run, name):
 def cluster_titles(found, known, words, typical, command):
     """(title of each cluster, whether the command gave one, the Ctrl-C that ended the asking or None).
 
-    found: {id: name} of clusters.csv, empty without one; other titles are labels of known classes or proposals. command: is
-    asked to name the new clusters, but for those that found lacks. words, typical: of each cluster, keywords and texts.
+    found: {id: name} of clusters.csv, empty without one; other titles are labels of known classes or proposals, which keep
+    clear of the names in found. command: is asked to name the new clusters, but for those that found lacks. words, typical:
+    of each cluster, keywords and texts.
     """
     K, num_known, answers, interrupt = len(words), len(known), {}, None
     titles = [found.get(k, title) for k, title in enumerate(known + propose_names(words[num_known:], known))]
+    taken = {name.casefold() for name in found.values()}
+    for k in range(num_known, K):
+        if found and k not in found:
+            titles[k] = unused(titles[k], taken, str.casefold)
     if command:
         asked = [k for k in range(num_known, K) if typical[k] and (not found or k in found)]
         bar = tqdm(asked, desc="naming", disable=not sys.stderr.isatty())
@@ -225,7 +231,8 @@ def cluster_titles(found, known, words, typical, command):
                     answers[k] = name
         except KeyboardInterrupt as err:  # the names so far may have cost money
             interrupt = err
-        taken = {title.casefold() for k, title in enumerate(titles) if k not in answers}
+        counted = found or range(K)  # a cluster whose line somebody deleted takes no name away
+        taken = {title.casefold() for k, title in enumerate(titles) if k in counted and k not in answers}
         for k, name in answers.items():
             titles[k] = unused(name, taken, str.casefold)
     return titles, bool(answers), interrupt
@@ -262,11 +269,11 @@ def describe(args):
     order = np.argsort(-size, kind="stable")
     lines = [[k, "yes" if k < num_known else "no", titles[k], size[k], f"{100 * size[k] / len(used):.2f}",
               f"{100 * sure[k]:.1f}", ", ".join(words[k]), *(text[:1000] for text in (typical[k] + [""] * EXAMPLES)[:EXAMPLES])]
-             for k in order if size[k]]
+             for k in order if size[k] and (not found or k in found)]
     header = ["id", "known", "name", "size", "share", "confidence", "keywords", *(f"example_{n + 1}" for n in range(EXAMPLES))]
     if anew:
         set_aside(run / "clusters.csv")
-        write_table(run / "clusters.csv", header, [line for line in lines if not found or line[0] in found])
+        write_table(run / "clusters.csv", header, lines)
     if set_aside(run / "assignments.csv"):
         print("its labels are learned from when you give that file to run_all.sh")
     assigned = [[texts[i], titles[given[i]] if given[i] >= 0 else "", cluster[i], titles[cluster[i]],
@@ -274,7 +281,9 @@ def describe(args):
     write_table(run / "assignments.csv", ASSIGNED, [[number, *cells] for number, cells in enumerate(assigned, 1)])
     write_atomic(run / "train_row.npy", lambda f: np.save(f, row))
     new = [line for line in lines if line[1] == "no"]
-    print(f"{num_known} known clusters and {len(new)} new ones{'; the largest new ones:' if new else ''}")
+    empty = sum(size == 0)
+    print(f"{len(lines) - len(new)} known clusters and {len(new)} new ones{f', {empty} more without rows' if empty else ''}"
+          + ("; the largest new ones:" if new else ""))
     for line in new[:10]:
         print(f"{line[3]:7} rows  {line[5]:>5} %  {line[2][:40]:40}  {' '.join(line[7].split())[:70]}")
     said = f"written to {run}/clusters.csv and assignments.csv" if anew else (
@@ -319,18 +328,17 @@ def cluster_names(run, K):
     if not path.exists():
         raise UserError(f"{path} is missing: run python predict.py {run} first, which names the clusters")
     names, mend = {}, f"mend it (or remove it, and the names you gave: python predict.py {run} writes it anew)"
-    with open_table(path) as file:
-        for number, line in enumerate(records(file, path), 1):
-            if not any(line.values()):  # a spreadsheet may leave an empty one
-                continue
-            if not {"id", "name"} <= line.keys():
-                raise UserError(f"{path} has no columns id and name: {mend}")
-            k = int(line["id"]) if line["id"].isdecimal() else K
-            if k >= K or k in names:
-                raise UserError(f"{path}, row {number}: id {line['id']!r} is not one of 0 to {K - 1}, or not the first: {mend}")
-            names[k] = " ".join(line["name"].split())
-            if not names[k]:
-                raise UserError(f"{path}, row {number}: the cluster with id {k} has no name: {mend}")
+    for number, line in enumerate(own_table(path), 1):
+        if not any(line.values()):  # a spreadsheet may leave an empty one
+            continue
+        if not {"id", "name"} <= line.keys():
+            raise UserError(f"{path} has no columns id and name: {mend}")
+        k = int(line["id"]) if line["id"].isdecimal() else K
+        if k >= K or k in names:
+            raise UserError(f"{path}, row {number}: id {line['id']!r} is not one of 0 to {K - 1}, or not the first: {mend}")
+        names[k] = " ".join(line["name"].split())
+        if not names[k]:
+            raise UserError(f"{path}, row {number}: the cluster with id {k} has no name: {mend}")
     if not names:
         raise UserError(f"{path} holds no id: {mend}")
     return names
@@ -363,8 +371,8 @@ def output_file(args):
         output = Path(os.path.realpath(output))  # what a link points to, and not the link, is replaced
     if args.output != "-" and (output.is_dir() or not output.parent.is_dir()):
         raise UserError(f"--output {args.output} cannot be written: pass a file's name in a folder that exists")
-    if output.name in ("clusters.csv", "assignments.csv") and output.parent == Path(args.run).resolve():
-        raise UserError(f"--output {args.output} is a table of the run itself: choose another name")
+    if args.output != "-" and regular and all((output.parent / name).exists() for name in ("results.json", "log.jsonl")):
+        raise UserError(f"--output {args.output} would lie among the files of a run: choose another folder")
     return output, part_of(output) if regular else output
 
 

@@ -2,6 +2,7 @@
 import csv
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -178,6 +179,77 @@ def test_missing_and_damaged_files_leave_out_one_picture_each(tmp_path):
     assert {path.name for path in (out / "figures").iterdir()} == {"class_sizes.png", "groups.png"}
 
 
+def test_sizes_of_own_clusters_are_those_of_the_table(tmp_path):
+    own = make_own(tmp_path)
+    text = (own / "clusters.csv").read_text(encoding="utf-8").replace(",6,1.50", ",9,1.50", 1)
+    (own / "clusters.csv").write_text(text.replace("\n5,no,", "\n5,yes,"), encoding="utf-8")
+    axis = figures.class_sizes({**figures.read_results(own), "folder": own}).axes[0]
+    known, new = ([row[1] for row in dots.get_offsets().tolist()] for dots in axis.collections)
+    assert (known, new) == ([9, 6, 6], [6, 6, 6]) and axis.get_ylabel().startswith("rows")
+    (own / "clusters.csv").write_text(text.replace(",yes,", ",no,"), encoding="utf-8")
+    axis = figures.class_sizes({**figures.read_results(own), "folder": own}).axes[0]
+    assert [label.get_text() for label in axis.get_legend().get_texts()] == ["new"]
+
+
+def test_a_map_without_a_second_direction_has_numbers():
+    assert np.isfinite(figures.tsne(np.eye(2, 16)[np.arange(400) % 2].astype(np.float16), np.arange(400))[1]).all()
+
+
+def test_every_gamma_has_a_curve_and_kmeans_no_residual(tmp_path):
+    by_gamma = {gamma: [{**figures.read_results(out), "folder": out}] for gamma in (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
+                for out in [make_run(tmp_path, gamma=gamma)]}
+    lines = figures.gamma_curves([("demo-LT", by_gamma)], "gamma").axes[0].lines
+    assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == 8
+    out = make_run(tmp_path, tag="kmeans_labels")
+    assert len(figures.epochs({"folder": out}).axes) == 3
+    (out / "log.jsonl").write_text((out / "log.jsonl").read_text().replace("1e-08", "0.0").replace("2e-08", "0.0"))
+    assert len(figures.epochs({"folder": out}).axes) == 2
+
+
+def test_scores_on_dev_are_never_beside_those_on_the_test_set(tmp_path, monkeypatch, capsys):
+    out, other = make_run(tmp_path), make_run(tmp_path, 1)
+    for folder in ("out", "data"):
+        (tmp_path / folder / "dev").mkdir()
+    shutil.move(other, tmp_path / "out/dev")  # as README has it; older files do not say that they are of dev
+    shutil.move(tmp_path / "data" / other.name, tmp_path / "data/dev")
+    other = tmp_path / "out/dev" / other.name
+    with pytest.raises(UserError, match="two means"):
+        figures.main(["mean", str(out), str(other)])
+    figures.main(["mean", str(other)])
+    assert "dev with hidden classes" in capsys.readouterr().out
+    figures.draw([other])
+    assert f"{other}/figures/class_sizes.png\n" in capsys.readouterr().out, "its data folder is found"
+    monkeypatch.chdir(tmp_path)
+    tagged = make_run(tmp_path, 1, "no_dr")
+    figures.main(["keep", str(tagged), str(other)])
+    assert capsys.readouterr().out == "results/demo_g4_s1_no_dr.json\nresults/dev/demo_g4_s1.json\n"
+    with pytest.raises(UserError, match="differ in no setting"):
+        figures.main(["results/demo_g4_s1_no_dr.json", "results/dev/demo_g4_s1.json"])
+    shutil.move(out, tmp_path / "out/best")
+    with pytest.raises(UserError, match="no table would find .*demo_g4_s0"):
+        figures.main(["keep", str(tmp_path / "out/best")])
+
+
+def test_a_corpus_that_the_list_lacks_is_said(tmp_path):
+    results = tmp_path / "mybank_g4_s0.json"
+    results.write_text((make_run(tmp_path) / "results.json").read_text().replace('"dataset": "demo"', '"dataset": "mybank"'))
+    for call in (lambda: figures.draw([results]), lambda: figures.read_kept(tmp_path)):
+        with pytest.raises(UserError, match="mybank, which CORPORA"):
+            call()
+
+
+def test_kmeans_is_told_once_in_a_mean(tmp_path, capsys):
+    out = make_run(tmp_path)
+    results = json.loads((out / "results.json").read_text())
+    results |= {"method": "kmeans", "config": results["config"] | {"semi_supervised": False, "features": "raw"}}
+    (out / "results.json").write_text(json.dumps(results))
+    figures.print_mean([out])
+    head, *rows, _ = capsys.readouterr().out.splitlines()[2:]
+    assert [row[:35].split("  ")[0] for row in rows] == ["k-means, raw features", "k-means, raw features, protocol T",
+                                                         "semi-supervised k-means, raw"]
+    assert len({len(row) for row in (head, *rows)}) == 1
+
+
 def test_a_folder_that_is_no_run_is_one_line(tmp_path):
     one_line_error(script("figures.py", tmp_path / "nowhere", ok=False), "nowhere", "no run", "usage")
     one_line_error(script("figures.py", make_run(tmp_path), tmp_path, ok=False), str(tmp_path), "no run")
@@ -239,12 +311,12 @@ def test_kept_results_alone_give_the_curves(tmp_path, monkeypatch, capsys):
         figures.main([*kept, str(REPO / "results/bench_rot.json")])
 
 
-def test_bars_of_tags_are_named_after_their_method(tmp_path):
+def test_tags_are_named_after_their_method(tmp_path):
     for method, names in (("imbanid", ["ImbaNID", "w/o DR"]), ("kmeans", ["k-means", "no_dr"])):
         runs = [{**figures.read_results(make_run(tmp_path / method, tag=tag)), "folder": tmp_path, "method": method}
                 for tag in ("", "no_dr")]
-        figure = figures.setting_bars(figures.varied(runs, "tag", ["method"]), "tag")
-        assert [label.get_text().replace("\n", " ") for label in figure.axes[0].get_xticklabels()] == names
+        figure = figures.tag_dots(figures.varied(runs, "tag", ["method"]), "tag")
+        assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == names
 
 
 def test_seeds_alone_are_nothing_to_compare(tmp_path):

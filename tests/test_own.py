@@ -35,7 +35,7 @@ from make_lt_data import (
     write_table,
 )
 from metrics import cluster_metrics
-from predict import Labeller, ask_for_name, cluster_names, keywords, open_model, propose_names, unused
+from predict import Labeller, ask_for_name, cluster_names, cluster_titles, keywords, open_model, propose_names, unused
 from pretrain import load_checkpoint
 from train_imbanid import Args, clear_out, lambda2_of, wanted_classes
 
@@ -367,6 +367,22 @@ def test_keywords_are_eight_at_most_and_one_of_a_word_and_its_plural():
     assert propose_names([["card", "lost", "found", "blue"]] * 2, []) == ["card lost", "card lost found"]
 
 
+def test_a_cluster_whose_line_is_gone_takes_no_name_and_gets_none_that_is_given(capsys):
+    words, typical = [["a"], ["door"], ["lamp"], ["rain"]], [["x"]] * 4
+    asked = cluster_titles({0: "a", 1: "lamp", 3: "Rain"}, ["a"], words, typical, "")[0]
+    assert asked == ["a", "lamp", "lamp 2", "Rain"]
+    asked = cluster_titles({0: "a", 1: "mine", 3: "rain"}, ["a"], words, typical, "echo lamp")
+    assert asked == (["a", "lamp", "lamp", "lamp 2"], True, None)
+    assert cluster_titles({}, ["a"], words, typical, "")[0] == ["a", "door", "lamp", "rain"]
+
+
+def test_notes_on_tables_are_not_for_ones_that_we_wrote(tmp_path, capsys):
+    write_table(tmp_path / "clusters.csv", ["id", "name", "example_1"], [[0, "mail", "line\n" * 30]])
+    assert cluster_names(tmp_path, 1) == {0: "mail"} and not capsys.readouterr().err
+    with open_table(tmp_path / "clusters.csv") as file:
+        assert len(list(records(file, "clusters.csv"))) == 1 and "many lines" in capsys.readouterr().err
+
+
 def test_keywords_of_texts_without_spaces_or_words():
     words = keywords(["我的银行卡丢了怎么办", "银行卡丢了", "今天天气怎么样啊", "天气预报"] * 3, np.array([0, 0, 1, 1] * 3), 2)
     assert words[1][0] == "天气" and {"银行卡", "银行卡丢"} & set(words[0])
@@ -582,6 +598,11 @@ def test_names_that_were_edited_are_kept_and_a_line_that_is_gone_gets_no_text(ow
     assert "with the names of clusters.csv" in said and (run / "clusters.csv").read_bytes() == edited
     assigned = read(run / "assignments.csv")
     assert {line["name"] for line in assigned if line["cluster"] == first["id"]} == {"MY NAME"}
+    left = [line["known"] for line in lines if line is not gone]
+    assert f"{left.count('yes')} known clusters and {left.count('no')} new ones" in said
+    script("figures.py", run)
+    pages = (run / "report.html").read_text().split('id="data">')[1].split("</script>")[0]
+    assert len(json.loads(pages)["clusters"]) == len(left)
     new = table(tmp_path / "new.csv", [(text, "") for text, _, _ in rows if text])
     script("predict.py", run, new, "-o", tmp_path / "o.csv")
     for line in read(tmp_path / "o.csv"):
@@ -706,8 +727,10 @@ def test_bad_calls_of_predict(own_run, tmp_path, tiny_run):
     one_line_error(script("predict.py", run, "/dev/null", ok=False), "no regular file", "stdin")
     one_line_error(script("predict.py", ok=False), "--help")
     new = table(tmp_path / "new.csv", [(text, "") for text in TEXTS])
-    for output in (tmp_path, tmp_path / "nowhere/o.csv", run / "clusters.csv"):
+    other = shutil.copytree(run, tmp_path / "other_s0")  # whose tables are somebody's work as well
+    for output in (tmp_path, tmp_path / "nowhere/o.csv", run / "clusters.csv", other / "clusters.csv", other / "last.pt"):
         one_line_error(script("predict.py", run, new, "-o", output, ok=False), "--output")
+    assert all((other / name).read_bytes() == (run / name).read_bytes() for name in ("clusters.csv", "last.pt"))
     one_line_error(script("predict.py", run, new, "-o", "/dev/fd/99", ok=False), "cannot use", "No such file")
     for flag, value in (("--output", tmp_path / "o.csv"), ("--device", "cpu"), ("--dtype", "float32"), ("--batch_size", 3)):
         one_line_error(script("predict.py", run, flag, value, ok=False), flag, "new texts")
