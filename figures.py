@@ -866,7 +866,6 @@ def varied(runs, key, same=None):
         if key != "gamma":
             method = METHODS.get(run["method"], run["method"])  # one that somebody has added
             title += f", gamma {run['gamma']:g}" + (run["method"] != "imbanid") * f", {method}"
-            title += (len({run["encoder"] for run in runs}) > 1) * f"\n{Path(run['encoder']).name}"
         found.setdefault(json.dumps(rest, sort_keys=True), (title, {}))[1].setdefault(config.get(key), []).append(run)
     return [(title, dict(sorted(by_value.items()))) for title, by_value in found.values() if len(by_value) > 1]
 
@@ -1046,6 +1045,8 @@ def draw_comparisons(runs):
     for key, build, same in (("gamma", gamma_curves, ("dataset",)), ("omega", setting_curves, None),
                              ("lambda2", setting_curves, None), ("known_ratio", ratio_bars, None), ("tag", tag_dots, alike)):
         differ = varied([run for run in runs if "test" in run], key, same)
+        if build is not gamma_curves and len({run["encoder"] for run in runs}) > 1:
+            differ = [(f"{title}\n{Path(next(iter(found.values()))[0]['encoder']).name}", found) for title, found in differ]
         found = differ if build is gamma_curves else on_shared_seeds(differ)
         differing = differing or bool(differ)
         if len(found) < len(differ):
