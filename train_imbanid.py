@@ -399,6 +399,8 @@ def main(args):
     check_flags(args)
     run, data, texts, labels, meta = open_run(args)
     wanted_classes(args, meta)  # refused now rather than after the features
+    if args.num_classes == ("auto" if "own" in meta else "true"):
+        args = replace(args, num_classes="")  # the default spelled out is the same run
     asked, args = args.epochs, replace(args, epochs=wanted_epochs(args, len(labels["train"])))
     base = Path(args.out_dir) / run
     out = base.with_name(f"{run}_{args.tag}") if args.tag else base

@@ -793,6 +793,9 @@ def test_without_any_label(tmp_path, tiny_rows, tiny_encoder):
     done = script("train_imbanid.py", *flags, *TINY_TRAIN)
     assert "resuming" in done.stdout and "estimated" not in done.stdout
     assert json.loads((tmp_path / "out/bare_s0/results.json").read_text())["num_classes"] == K
+    before = (tmp_path / "out/bare_s0/results.json").stat().st_mtime_ns
+    script("train_imbanid.py", *flags, *TINY_TRAIN, "--num_classes", "auto")  # what it is without the flag
+    assert (tmp_path / "out/bare_s0/results.json").stat().st_mtime_ns == before
     done = script("train_imbanid.py", *flags, *TINY_TRAIN, "--num_classes", "true", "--restart", ok=False)
     one_line_error(done, "--num_classes true")
 
