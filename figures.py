@@ -112,8 +112,9 @@ def of_known_corpus(path, run):
 
 
 def on_dev(run, path):
-    """Whether a run's test scores are of dev with hidden classes (tests/hide_classes.py): older files do not say so."""
-    return bool(run.get("on_dev")) or Path(path).resolve().parent.name == "dev"
+    """Whether a run's test scores are of dev with hidden classes (tests/hide_classes.py): of older files the place tells."""
+    home = Path(path).resolve().parent
+    return run.get("on_dev", home.name == "dev" and home.parent.name in ("out", "results"))
 
 
 def in_order(keys):
@@ -709,8 +710,9 @@ def short(name):
 
 def benchmark_of(run):
     """The benchmark's side of a run: its data folder, class names, training rows a class, and how many classes are known."""
-    root = run["folder"].resolve().parents[2 if run.get("on_dev") else 1]
-    data = root / ("data/dev" if run.get("on_dev") else "data") / run_name(**{key: run["config"][key] for key in TASK})
+    home, of_dev = run["folder"].resolve().parent, bool(run.get("on_dev"))
+    root = home.parent.parent if of_dev and home.name == "dev" else home.parent
+    data = root / ("data/dev" if of_dev else "data") / run_name(**{key: run["config"][key] for key in TASK})
     return (data, (data / "labels.txt").read_text(encoding="utf-8").splitlines(), np.load(data / "class_counts.npy"),
             json.loads((data / "meta.json").read_text())["num_known"])
 
@@ -862,10 +864,10 @@ def varied(runs, key, same=None):
                   "processes": run.get("processes", 1), "on_dev": run.get("on_dev", False)}
         config["lambda2"] = config.get("lambda2") or (2.0 if config["gamma"] > 1 else 7.0)  # what train_imbanid.py makes of 0
         rest = {k: v for k, v in config.items() if (k in same if same else k not in ignored)}
-        title = CORPORA[run["dataset"]][0] + ", dev" * config["on_dev"]
+        title = CORPORA[run["dataset"]][0]
         if key != "gamma":
             method = METHODS.get(run["method"], run["method"])  # one that somebody has added
-            title += f", gamma {run['gamma']:g}" + (run["method"] != "imbanid") * f", {method}"
+            title += ", dev" * config["on_dev"] + f", gamma {run['gamma']:g}" + (run["method"] != "imbanid") * f", {method}"
         found.setdefault(json.dumps(rest, sort_keys=True), (title, {}))[1].setdefault(config.get(key), []).append(run)
     return [(title, dict(sorted(by_value.items()))) for title, by_value in found.values() if len(by_value) > 1]
 
@@ -953,7 +955,7 @@ def cluster_lines(folder):
     for number, line in enumerate(clusters, 1):
         for key in ("id", "size"):
             if not line[key].isdecimal():
-                raise UserError(f"{folder}/clusters.csv, row {number}: {key} {line[key]!r} is no number: put it back")
+                raise UserError(f"{folder}/clusters.csv, row {number}: {key} {line[key]!r} is no whole number: put it back")
         line |= {"id": str(int(line["id"])), **{key: line[key].replace(",", ".") for key in ("share", "confidence")}}
     return clusters
 
@@ -1041,19 +1043,20 @@ def draw_run(run):
 
 def draw_comparisons(runs):
     """A picture for each setting in which runs differ. Returns whether there is any such setting."""
+    folder, runs = runs[0]["folder"].resolve().parent / "figures", [run for run in runs if "test" in run]
     differing, alike = False, "dataset method gamma known_ratio labeled_ratio encoder omega lambda2 on_dev".split()
     for key, build, same in (("gamma", gamma_curves, ("dataset",)), ("omega", setting_curves, None),
                              ("lambda2", setting_curves, None), ("known_ratio", ratio_bars, None), ("tag", tag_dots, alike)):
-        differ = varied([run for run in runs if "test" in run], key, same)
+        differ = varied(runs, key, same)
         if build is not gamma_curves and len({run["encoder"] for run in runs}) > 1:
             differ = [(f"{title}\n{Path(next(iter(found.values()))[0]['encoder']).name}", found) for title, found in differ]
         found = differ if build is gamma_curves else on_shared_seeds(differ)
         differing = differing or bool(differ)
         if len(found) < len(differ):
-            missing = ", ".join(title for title, _ in differ if title not in dict(found))
+            missing = ", ".join(title.replace("\n", ", ") for title, _ in differ if title not in dict(found))
             print(f"{key}: runs of {missing} left out, since no seed has all values")
         if found:
-            attempt(runs[0]["folder"].resolve().parent / "figures" / f"{key}.png", build, found, key)
+            attempt(folder / f"{key}.png", build, found, key)
     return differing
 
 
@@ -1188,7 +1191,8 @@ const heads = Object.entries({ name: "cluster", known: "kind", size: "rows", sha
   keywords: "keywords" }).map(([key, title]) => {
   const head = make("th", {}, make("button", {}, title)), value = row => D.clusters[rows.indexOf(row)][key];
   const number = ["size", "share", "confidence"].includes(key);
-  const order = (a, b) => number ? a - b : a.localeCompare(b, undefined, { numeric: true });
+  const order = (a, b) =>
+    number && parseFloat(a) - parseFloat(b) || a.localeCompare(b, undefined, { numeric: true });
   head.onclick = () => {
     up = sorted == key ? !up : !number; sorted = key;
     $("table").append(...[...rows].sort((a, b) => order(value(a), value(b)) * (up ? 1 : -1)));

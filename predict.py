@@ -132,21 +132,22 @@ def unused(name, taken, key):
     return found
 
 
+def plain_name(name):
+    """What two names that a reader would take for one have in common."""
+    return name.casefold().replace("_", " ").replace("-", " ")
+
+
 def propose_names(words, known):
     """A name for each new cluster from its keywords, different from all others and from the known ones. Returns [str]."""
     joint = "_" if any("_" in name for name in known) else " "
-
-    def key(name):
-        return name.casefold().replace("_", " ").replace("-", " ")
-
-    taken, names = {key(name) for name in known}, []
+    taken, names = {plain_name(name) for name in known}, []
     for own in words:
         parts = own[:1] if own and " " in own[0] else own[:2]  # a pair of words is a name already
         rest = own[len(parts):]
-        while parts and key(" ".join(parts)) in taken and rest:
+        while parts and plain_name(" ".join(parts)) in taken and rest:
             parts.append(rest.pop(0))
         name = " ".join(parts) or "no words"
-        names.append(unused(name, taken, key).replace(" ", joint))
+        names.append(unused(name, taken, plain_name).replace(" ", joint))
     return names
 
 
@@ -212,16 +213,13 @@ def load_array(run, name):
 def cluster_titles(found, known, words, typical, command):
     """(title of each cluster, whether the command gave one, the Ctrl-C that ended the asking or None).
 
-    found: {id: name} of clusters.csv, empty without one; other titles are labels of known classes or proposals, which keep
-    clear of the names in found. command: is asked to name the new clusters, but for those that found lacks. words, typical:
-    of each cluster, keywords and texts.
+    found: {id: name} of clusters.csv, empty without one; other titles are labels of known classes or proposals, those of
+    clusters that found lacks unlike all others. command: is asked to name the new clusters that found has. words, typical: of
+    each cluster, keywords and texts.
     """
     K, num_known, answers, interrupt = len(words), len(known), {}, None
     titles = [found.get(k, title) for k, title in enumerate(known + propose_names(words[num_known:], known))]
-    taken = {name.casefold() for name in found.values()}
-    for k in range(num_known, K):
-        if found and k not in found:
-            titles[k] = unused(titles[k], taken, str.casefold)
+    gone = [k for k in range(num_known, K) if found and k not in found]  # their lines somebody has deleted
     if command:
         asked = [k for k in range(num_known, K) if typical[k] and (not found or k in found)]
         bar = tqdm(asked, desc="naming", disable=not sys.stderr.isatty())
@@ -231,10 +229,12 @@ def cluster_titles(found, known, words, typical, command):
                     answers[k] = name
         except KeyboardInterrupt as err:  # the names so far may have cost money
             interrupt = err
-        counted = found or range(K)  # a cluster whose line somebody deleted takes no name away
-        taken = {title.casefold() for k, title in enumerate(titles) if k in counted and k not in answers}
+        taken = {title.casefold() for k, title in enumerate(titles) if k not in answers and k not in gone}
         for k, name in answers.items():
             titles[k] = unused(name, taken, str.casefold)
+    taken = {plain_name(title) for k, title in enumerate(titles) if k not in gone}
+    for k in gone:
+        titles[k] = unused(titles[k], taken, plain_name)
     return titles, bool(answers), interrupt
 
 
@@ -371,7 +371,9 @@ def output_file(args):
         output = Path(os.path.realpath(output))  # what a link points to, and not the link, is replaced
     if args.output != "-" and (output.is_dir() or not output.parent.is_dir()):
         raise UserError(f"--output {args.output} cannot be written: pass a file's name in a folder that exists")
-    if args.output != "-" and regular and all((output.parent / name).exists() for name in ("results.json", "log.jsonl")):
+    of_a_run = output.parent == Path(args.run).resolve() or any(
+        (output.parent / name).exists() for name in ("pretrain.pt", "last.pt", "clusters.sha256"))
+    if args.output != "-" and regular and of_a_run:
         raise UserError(f"--output {args.output} would lie among the files of a run: choose another folder")
     return output, part_of(output) if regular else output
 

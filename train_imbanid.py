@@ -476,7 +476,7 @@ def train(args, texts, labels, meta, pre, config, data, base, out, rank, world, 
     results = {"dataset": meta["dataset"], "gamma": meta.get("gamma"), "seed": args.seed, "method": "imbanid", "tag": args.tag,
                "encoder": pre["config"]["encoder"], "epochs": epoch, "kept": {"pretrain": pre["epoch"]}, **scores,
                "num_classes": K, "processes": world, "pretrain_processes": pre["processes"], "seconds": seconds,
-               "commit": code, "config": config} | ({"on_dev": True} if meta.get("on_dev") else {})
+               "commit": code, "config": config, "on_dev": bool(meta.get("on_dev"))}
     save_run(out, arrays, results)
     print_results(results, out)
 

@@ -345,7 +345,7 @@ def finish(run, fit, dense=None, ends=("held", "seeded")):
     run.seconds["evaluate"] = time.monotonic() - start
     results = {"dataset": run.meta["dataset"], "gamma": run.meta["gamma"], "seed": seed, "method": run.method,
                "tag": run.args.tag, "encoder": run.args.encoder, "epochs": run.epochs, "kept": run.kept, **scores,
-               "num_classes": run.K, "seconds": run.seconds, "commit": run.code, "config": run.config}
-    results |= {"on_dev": True} if run.meta.get("on_dev") else {}
+               "num_classes": run.K, "seconds": run.seconds, "commit": run.code, "config": run.config,
+               "on_dev": bool(run.meta.get("on_dev"))}
     save_run(run.out, arrays, results)
     print_results(results, run.out)

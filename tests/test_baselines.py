@@ -370,8 +370,8 @@ def test_each_method_whole_with_the_real_encoder(demo, start_acc, name, capsys):
     """Two epochs against k-means on raw features, above which they end: GCD under protocol C, the others under T.
 
     Two epochs, with 91 labelled rows to learn from, move T by less than it varies, so against what pretrain.py leaves those
-    that start from there are only asked to do no harm. DeepAligned has its own 100 epochs of pre-training: with one batch
-    each, fewer are all warm-up.
+    that start from there are only asked to do no harm. DeepAligned has its own pre-training, of at most 100 epochs,
+    which its patience ends: with one batch each, fewer would be all warm-up.
     """
     short = {"deepaligned": {"pretrain_epochs": 100, "patience": 3}, "usnid": {"pretrain_epochs": 3}}.get(name, {})
     method(name, **demo, epochs=2, **short)

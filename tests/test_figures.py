@@ -142,10 +142,19 @@ def test_a_clusters_file_from_a_spreadsheet_is_reported_or_said_to_be_wrong(tmp_
     page = page_data((own / "report.html").read_text(encoding="utf-8"))
     assert {(line["share"], line["confidence"]) for line in page["clusters"]} == {("1.50", "88.1")}
     capsys.readouterr()
+    for name, words in (("03", None), ("3.0", "row 4: id '3.0' is no whole number")):  # what a spreadsheet makes of an id
+        (own / "clusters.csv").write_text(text.replace("\n3,", f"\n{name},"), encoding="utf-8")
+        if words:
+            with pytest.raises(UserError, match="report.html could not be made"):
+                figures.draw([own])
+            assert words in capsys.readouterr().out
+        else:
+            figures.draw([own])
+            assert sum(p[2] == 3 for p in page_data((own / "report.html").read_text(encoding="utf-8"))["points"]) == 7
     (own / "clusters.csv").write_text(text.replace(",1.50,", " rows,1.50,", 1), encoding="utf-8")
     with pytest.raises(UserError, match="report.html could not be made"):
         figures.draw([own])
-    assert "clusters.csv, row 1: size '6 rows' is no number" in capsys.readouterr().out
+    assert "clusters.csv, row 1: size '6 rows' is no whole number" in capsys.readouterr().out
 
 
 def test_a_report_of_two_thousand_clusters_is_a_few_megabytes(tmp_path, monkeypatch):
@@ -225,6 +234,16 @@ def test_scores_on_dev_are_never_beside_those_on_the_test_set(tmp_path, monkeypa
     assert capsys.readouterr().out == "results/demo_g4_s1_no_dr.json\nresults/dev/demo_g4_s1.json\n"
     with pytest.raises(UserError, match="differ in no setting"):
         figures.main(["results/demo_g4_s1_no_dr.json", "results/dev/demo_g4_s1.json"])
+    tenth = make_run(tmp_path, 1, gamma=10.0)
+    shutil.move(tmp_path / "data" / tenth.name, tmp_path / "data/dev")
+    figures.main(["keep", str(shutil.move(tenth, tmp_path / "out/dev"))])
+    figures.main(["results/dev/demo_g4_s1.json", "results/dev/demo_g10_s1.json"])
+    assert capsys.readouterr().out.endswith(f"{tmp_path}/out/dev/figures/gamma.png\n"), "of the data in data/dev"
+    (tmp_path / "a").mkdir()
+    elsewhere = shutil.move(make_run(tmp_path / "a", 2), tmp_path / "a/out/dev")  # a folder called so that holds no such runs
+    (elsewhere / "results.json").write_text((elsewhere / "results.json").read_text().replace("{", '{"on_dev": false, ', 1))
+    figures.main(["mean", str(elsewhere)])
+    assert "hidden classes" not in capsys.readouterr().out
     shutil.move(out, tmp_path / "out/best")
     with pytest.raises(UserError, match="no table would find .*demo_g4_s0"):
         figures.main(["keep", str(tmp_path / "out/best")])
@@ -242,12 +261,30 @@ def test_kmeans_is_told_once_in_a_mean(tmp_path, capsys):
     out = make_run(tmp_path)
     results = json.loads((out / "results.json").read_text())
     results |= {"method": "kmeans", "config": results["config"] | {"semi_supervised": False, "features": "raw"}}
+    results |= {row: {**SCORES, "ACC": acc} for row, acc in (("test_kmeans", 51.0), ("ss_kmeans_raw", 71.0))}
     (out / "results.json").write_text(json.dumps(results))
     figures.print_mean([out])
     head, *rows, _ = capsys.readouterr().out.splitlines()[2:]
     assert [row[:35].split("  ")[0] for row in rows] == ["k-means, raw features", "k-means, raw features, protocol T",
                                                          "semi-supervised k-means, raw"]
     assert len({len(row) for row in (head, *rows)}) == 1
+    assert [float(re.findall(r"\d+\.\d+", row)[0]) for row in rows] == [
+        60.0, 51.0, 71.0]
+
+
+def test_two_encoders_are_told_apart_in_pictures(tmp_path, capsys):
+    outs = [make_run(tmp_path / encoder, seed, tag) for encoder in ("minilm", "other") for seed, tag in ((0, ""), (0, "no_dr"))]
+    runs = [{**figures.read_results(out), "folder": out, "encoder": f"models/{out.parts[-3]}"} for out in outs]
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(figures, "tag_dots", lambda given, _: found.extend(given) or figures.panels()[0])
+        figures.draw_comparisons(runs)
+    assert [title for title, _ in found] == ["demo-LT, gamma 4\nminilm", "demo-LT, gamma 4\nother"]
+    for run in runs[1::2]:
+        run["seed"] = 1
+    capsys.readouterr()
+    figures.draw_comparisons(runs)
+    assert "tag: runs of demo-LT, gamma 4, minilm, demo-LT, gamma 4, other left out" in capsys.readouterr().out
 
 
 def test_a_folder_that_is_no_run_is_one_line(tmp_path):

@@ -372,7 +372,10 @@ def test_a_cluster_whose_line_is_gone_takes_no_name_and_gets_none_that_is_given(
     asked = cluster_titles({0: "a", 1: "lamp", 3: "Rain"}, ["a"], words, typical, "")[0]
     assert asked == ["a", "lamp", "lamp 2", "Rain"]
     asked = cluster_titles({0: "a", 1: "mine", 3: "rain"}, ["a"], words, typical, "echo lamp")
-    assert asked == (["a", "lamp", "lamp", "lamp 2"], True, None)
+    assert asked == (["a", "lamp", "lamp 3", "lamp 2"], True, None)
+    assert cluster_titles({1: "mine"}, ["a"], words, typical, "echo a")[0] == ["a", "a 2", "lamp", "rain"]
+    assert cluster_titles({1: "my_lamp", 3: "La-mp"}, ["a"], words, [["x"]] * 4, "")[0] == ["a", "my_lamp", "lamp", "La-mp"]
+    assert cluster_titles({1: "door bell"}, ["a"], [["a"], ["b"], ["door_bell"], ["rain"]], typical, "")[0][2] == "door_bell 2"
     assert cluster_titles({}, ["a"], words, typical, "")[0] == ["a", "door", "lamp", "rain"]
 
 
@@ -728,7 +731,8 @@ def test_bad_calls_of_predict(own_run, tmp_path, tiny_run):
     one_line_error(script("predict.py", ok=False), "--help")
     new = table(tmp_path / "new.csv", [(text, "") for text in TEXTS])
     other = shutil.copytree(run, tmp_path / "other_s0")  # whose tables are somebody's work as well
-    for output in (tmp_path, tmp_path / "nowhere/o.csv", run / "clusters.csv", other / "clusters.csv", other / "last.pt"):
+    for output in (tmp_path, tmp_path / "nowhere/o.csv", run / "clusters.csv", other / "clusters.csv", other / "last.pt",
+                   os.path.relpath(folder / "out/my_table_s0/o.csv", REPO)):
         one_line_error(script("predict.py", run, new, "-o", output, ok=False), "--output")
     assert all((other / name).read_bytes() == (run / name).read_bytes() for name in ("clusters.csv", "last.pt"))
     one_line_error(script("predict.py", run, new, "-o", "/dev/fd/99", ok=False), "cannot use", "No such file")
