@@ -734,6 +734,14 @@ def check_positive(args, *flags, or_zero=False):
             raise UserError(f"--{flag} {value} must be {least} and below {MOST[type(value)]:g}")
 
 
+def check_used(args, other, wanted, *flags):
+    """UserError for flags that are set though they do nothing unless the flag `other` is `wanted`, True for a switch."""
+    for flag in flags:
+        if getattr(args, flag) != getattr(type(args), flag) and getattr(args, other) != wanted:
+            needed = f"--{other}" + ("" if wanted is True else f" {wanted}")
+            raise UserError(f"--{flag} has no effect without {needed}: add that, or leave --{flag} out")
+
+
 def check_shares(args, *flags):
     for flag in flags:
         if not 0 <= getattr(args, flag) <= 1:

@@ -221,7 +221,7 @@ def cluster_titles(found, known, words, typical, command):
     titles = [found.get(k, title) for k, title in enumerate(known + propose_names(words[num_known:], known))]
     gone = [k for k in range(num_known, K) if found and k not in found]  # their lines somebody has deleted
     if command:
-        asked = [k for k in range(num_known, K) if typical[k] and (not found or k in found)]
+        asked = [k for k in range(num_known, K) if typical[k] and k not in gone]
         bar = tqdm(asked, desc="naming", disable=not sys.stderr.isatty())
         try:
             for k in bar:

@@ -43,6 +43,7 @@ from make_lt_data import (
     check_positive,
     check_shares,
     check_tag,
+    check_used,
     first_process,
     open_run,
     run_script,
@@ -382,10 +383,8 @@ def check_flags(args):
         raise UserError(f"--num_classes {args.num_classes}: pass a number, or {', '.join(kinds)}")
     if not 0 < args.mu < 1:
         raise UserError(f"--mu {args.mu} must be between 0 and 1")
-    for flag, other, wanted in (("max_classes", "num_classes", "appendix_e"), ("min_cluster", "num_classes", "appendix_e"),
-                                ("mu", "pseudo_label", "mot")):
-        if getattr(args, flag) != getattr(Args, flag) and getattr(args, other) != wanted:
-            raise UserError(f"--{flag} has no effect without --{other} {wanted}: add that, or leave --{flag} out")
+    check_used(args, "num_classes", "appendix_e", "max_classes", "min_cluster")
+    check_used(args, "pseudo_label", "mot", "mu")
     if args.batch_size < int(os.environ.get("WORLD_SIZE", 1)):
         raise UserError(f"--batch_size {args.batch_size} is less than a row for each of {os.environ['WORLD_SIZE']} processes")
     check_tag(args)

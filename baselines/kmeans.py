@@ -8,8 +8,8 @@ and the search is as thorough as GCD's, which ends with it.
 """
 from dataclasses import dataclass
 
-from baselines.shared import Flags, Run, check_used, finish
-from make_lt_data import UserError, check_positive, run_script
+from baselines.shared import Flags, Run, finish
+from make_lt_data import UserError, check_positive, check_used, run_script
 from seeding import kmeans, semi_supervised_kmeans
 
 
@@ -24,7 +24,7 @@ def main(args):
     if args.features not in ("raw", "pretrained"):
         raise UserError(f"--features {args.features} is unknown: choose raw or pretrained")
     check_positive(args, "n_init")
-    check_used(args, "semi_supervised", "n_init")
+    check_used(args, "semi_supervised", True, "n_init")
     run = Run(args, "kmeans", pretrained=args.features == "pretrained")
     if run.finished:
         return

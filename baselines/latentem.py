@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 
-from baselines.shared import Flags, Run, check_used, dense_layer, finish, pretrain_on_known, train
+from baselines.shared import Flags, Run, dense_layer, finish, pretrain_on_known, train
 from losses import contrast_log_prob
-from make_lt_data import check_positive, check_shares, run_script
+from make_lt_data import check_positive, check_shares, check_used, run_script
 from seeding import kmeans
 
 
@@ -52,7 +52,7 @@ def assignment_loss(p, cluster, tau):
 def main(args):
     check_positive(args, "pretrain_epochs", "patience", "epochs", "batch_size", "lr", "tau")
     check_shares(args, "ce_weight")
-    check_used(args, "ce_only", "pretrain_epochs", "patience")
+    check_used(args, "ce_only", True, "pretrain_epochs", "patience")
     run = Run(args, "latentem", pretrained=not args.ce_only)
     if run.finished:
         return

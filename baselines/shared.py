@@ -69,13 +69,6 @@ class Flags:
     restart: bool = False  # replace an earlier run that had other settings
 
 
-def check_used(args, switch, *flags):
-    """UserError for the flags that were set though they do nothing without the switch."""
-    for flag in flags:
-        if not getattr(args, switch) and getattr(args, flag) != getattr(type(args), flag):
-            raise UserError(f"--{flag} has no effect without --{switch}: add that, or leave --{flag} out")
-
-
 class Run:
     """One open run of a method: what it may read (no train_truth), the encoder, and where it writes."""
 
