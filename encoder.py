@@ -16,6 +16,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 from torch.nn.functional import linear, scaled_dot_product_attention
@@ -181,7 +182,8 @@ def load_masked_lm(name):
             raise ValueError("its tokenizer has no unknown token")
         if len(tokenizer) > len(model.get_input_embeddings().weight):
             raise ValueError(f"its tokenizer has {len(tokenizer)} tokens, the model {len(model.get_input_embeddings().weight)}")
-    except (OSError, ValueError, KeyError, ImportError, SafetensorError, RuntimeError, EOFError, UnpicklingError) as err:
+    except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError, EOFError, SafetensorError, UnpicklingError,
+            StrictDataclassError) as err:
         raise UserError(f"--encoder {name} cannot be loaded ({quoted(err)}): pass --encoder minilm, which comes with "
                         "requirements.txt, or the path of a downloaded model folder, as seen from where you are") from None
     except AttributeError:

@@ -509,6 +509,9 @@ def read_table(path, asked_text, asked_label):
     text_column = pick_text_column(path, rows[:1000], [c for c in columns if c != no_text], asked_text)
     others = [c for c in columns if c != text_column]
     label_column = None if asked_label == "none" else pick_column(path, others, "label_column", asked_label, LABEL_NAMES)
+    if label_column is None and not asked_label and others:
+        print(f"{path}: no column is called {', '.join(LABEL_NAMES[:-1])} or {LABEL_NAMES[-1]}; if one of "
+              f"{', '.join(map(repr, others[:20]))} holds labels, name it with --label_column")
     texts = [row.get(text_column, "").strip() for row in rows]
     labels = [plain_label(row.get(label_column, "")) for row in rows]
     if label_column is not None and not any(labels):
@@ -634,7 +637,9 @@ def flag_parser(description):
 def parse_args(Args, argv=None):
     """Args with the command line applied: one flag a field, its help the field's comment. A bad flag raises UserError."""
     parser = flag_parser(sys.modules[Args.__module__].__doc__)
-    source = "".join(inspect.getsource(part) for part in Args.__mro__[:-1])
+    source = ""
+    with contextlib.suppress(OSError, TypeError):  # under a profiler the script is not __main__, and has no source
+        source = "".join(inspect.getsource(part) for part in Args.__mro__[:-1])
     comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", source, re.M))
     for field in fields(Args):
         text = comments.get(field.name, "").replace("%", "%%")

@@ -191,8 +191,9 @@ def same_config(found, config, path, args):
         found, config, of = found[key], config[key], f"{key}'s "
         key = next(k for k in {**found, **config} if found.get(k) != config.get(k))
     other = "--tag" if hasattr(args, "tag") else "--out_dir (the scripts run one by one)"
-    raise UserError(f"{path} was made with other settings ({of}{key} {found.get(key)!r}, now {config.get(key)!r}): pass "
-                    f"--restart to replace it, or another {other} to keep both")
+    made = f"with other settings ({of}{key} {found.get(key)!r}, now {config.get(key)!r})"
+    raise UserError(f"{path} was made {'from other data' if key == 'data' else made}: pass --restart to replace it, or another "
+                    f"{other} to keep both")
 
 
 def open_checkpoint(path, config, args):
@@ -416,7 +417,9 @@ def on_all_processes(device, config, out, work):
 
 
 def rates_of(optimizer):
-    return " and ".join(f"{group['lr']:.1e}" for group in optimizer.param_groups)
+    """The learning rates in words, and what to try where they were too large."""
+    rates, flags = [f"{group['lr']:.1e}" for group in optimizer.param_groups], ["--lr", "--head_lr"]
+    return f"at lr {' and '.join(rates)}: try a smaller {' or '.join(flags[:len(rates)])}, or --dtype float32"
 
 
 def joint_step(loss, optimizer, where, rows, came=()):
@@ -434,9 +437,8 @@ def joint_step(loss, optimizer, where, rows, came=()):
         [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters] + [beside]))
     finite, stopped = torch.stack([flat.isfinite().all(), flat[-1] > 0]).tolist()  # at once: a GPU waits for nothing else
     if not finite:
-        raise UserError(f"the loss or a gradient is not finite in {where}, at lr {rates_of(optimizer)}: try a smaller --lr or "
-                        f"--dtype float32; the last checkpoint is from before. Training rows of the batch: "
-                        f"{sorted({*rows.tolist()})}")
+        raise UserError(f"the loss or a gradient is not finite in {where}, {rates_of(optimizer)}; the last checkpoint is from "
+                        f"before. Training rows of the batch: {sorted({*rows.tolist()})}")
     for p, g in zip(parameters, flat[:-2].split([p.numel() for p in parameters])):
         p.grad = g.view_as(p)
     nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -449,8 +451,7 @@ def check_weights(optimizer, where):
     parameters = [p.detach() for group in optimizer.param_groups for p in group["params"] if p.numel()]
     largest = float(torch.stack([p.abs().max() for p in parameters]).max())  # Python's own max may pass over a nan
     if not largest < 1e4:
-        raise UserError(f"a weight of {largest:.0e} after {where}, at lr {rates_of(optimizer)}: try a smaller --lr or --dtype "
-                        "float32; the last checkpoint is from before")
+        raise UserError(f"a weight of {largest:.0e} after {where}, {rates_of(optimizer)}; the last checkpoint is from before")
 
 
 # ---- pre-training ----

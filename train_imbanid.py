@@ -408,11 +408,12 @@ def main(args):
     config = settings(args, pick_dtype(args.dtype, device)) | {"dataset": meta["dataset"], "pretrain": pre["config"]}
     results = read_finished(out, config, args)
     if results:
-        if first_process():
-            print_results(results, out)
+        if first_process():  # a table may repeat other texts than before, which nobody trains anew for
+            print_results(results | ({"num_rows": meta["num_rows"]} if "own" in meta else {}), out)
         return
     if first_process() and args.epochs > asked:
-        print(f"{args.epochs} epochs instead of {asked}, so that these few rows make {args.min_steps} batches (--min_steps)")
+        batches = min(args.min_steps, args.max_steps)
+        print(f"{args.epochs} epochs instead of {asked}, so that these few rows make {batches} batches (--min_steps)")
     on_all_processes(device, config, out, partial(train, args, texts, labels, meta, pre, config, data, base, out))
 
 
@@ -517,8 +518,8 @@ def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, s
         centre, own_label = normalize(head.detach(), dim=1), label["train"][rank::world]
         log_p = (z @ centre.T / args.temperature).log_softmax(1)
         if sum_over_ranks((~log_p.isfinite()).sum()[None]) > 0:
-            raise UserError(f"log P is not finite before epoch {epoch + 1}: try a smaller --lr, a larger --temperature or "
-                            "--dtype float32")
+            raise UserError(f"log P is not finite before epoch {epoch + 1}: try a smaller --lr or --head_lr, a larger "
+                            "--temperature or --dtype float32")
         result, following = ((kmeans_result(z, centre, N, rank), marginal) if args.pseudo_label == "kmeans" else
                              transport_plan(log_p, args, potential, marginal))
         pseudo_label = torch.where(own_label >= 0, own_label, result.plan.argmax(1))  # labelled rows keep their labels
@@ -565,7 +566,8 @@ def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, s
                             "dev_accuracy": 100 * right / len(label["dev"]) if len(label["dev"]) else None})
                 save(epoch, 0, done_before.sums)
             bar.set_postfix(epoch=epoch, dev=f"{right / max(1, len(label['dev'])):.1%}", clean=f"{log[-1]['clean']:.2f}")
-    assigned, potential, marginal, solved = assign()
+    if epoch > 0 or not found:  # of --epochs 0 the checkpoint holds this already
+        assigned, potential, marginal, solved = assign()
     if epoch == 0:  # --epochs 0: what the head was seeded with
         save(0, 0, done_before.sums)
     return epoch, assigned

@@ -19,6 +19,13 @@ TOTALS = [("clinc", 3, 10863), ("clinc", 5, 8884), ("clinc", 10, 6978), ("bankin
           ("banking", 10, 5041), ("stackoverflow", 3, 10970), ("stackoverflow", 5, 9036), ("stackoverflow", 10, 7179)]
 
 
+def test_flags_of_a_class_without_source_have_no_help_but_work():
+    """As under a profiler, to which __main__ is itself."""
+    scope = {"__name__": "make_lt_data"}
+    exec("from dataclasses import dataclass\n@dataclass\nclass Args:\n    epochs: int = 3  # how many\n", scope)
+    assert parse_args(scope["Args"], ["--epochs", "4"]).epochs == 4
+
+
 @pytest.mark.parametrize("dataset,gamma,total", TOTALS)
 def test_the_papers_totals(real_raw, dataset, gamma, total):
     rows, _ = raw_corpus(dataset, real_raw, "")

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -25,7 +26,7 @@ from torch.nn.functional import normalize
 
 import pretrain
 import train_imbanid
-from encoder import Dropout, Encoder, Packed, attend, pick_dtype, weights_sha256
+from encoder import Dropout, Encoder, Packed, attend, load_masked_lm, pick_dtype, weights_sha256
 from make_lt_data import ThisProcessError, UserError, explain, parse_args, quoted, write_atomic
 from metrics import cluster_metrics
 from predict import Labeller
@@ -562,7 +563,7 @@ def test_a_loss_that_is_not_finite_says_where(tiny_run, tiny_encoder, tmp_path, 
     one_line_error(done, "not finite", "epoch 1", "step", "lr", "Training rows of the batch: [")
     # One step an epoch: its gradient is finite, what it leaves is not.
     done = script(name, *task, *settings, *flags, "--lr", 1e30, "--head_lr", 1e30, "--batch_size", 4096, ok=False)
-    one_line_error(done, "a weight of", "after epoch 1", "--lr")
+    one_line_error(done, "a weight of", "after epoch 1", "a smaller --lr or --head_lr, or")
     assert not (folder / "out/demo_g4_s0_nan/last.pt").exists() and not list(tmp_path.rglob("*.pt"))
 
 
@@ -1074,6 +1075,10 @@ def test_an_encoder_that_is_not_there_or_damaged(tiny_run, tiny_encoder, tmp_pat
     torch.save({"bert.embeddings.word_embeddings.weight": torch.ones(9000, 32)}, damaged / "pytorch_model.bin")
     os.truncate(damaged / "pytorch_model.bin", 10_000)
     one_line_error(script("pretrain.py", *task, "--encoder", damaged, ok=False), "--encoder", "cannot be loaded")
+    for content in ("[1]", (tiny_encoder / "config.json").read_text().replace('"hidden_size": 32', '"hidden_size": "x"')):
+        (damaged / "config.json").write_text(content)
+        with pytest.raises(UserError, match="cannot be loaded"):
+            load_masked_lm(str(damaged))
     offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}  # nor what a user has in the cache
     for name in (tmp_path / "nothing", "bert-base-uncased"):
         one_line_error(script("pretrain.py", *task, "--encoder", name, ok=False, env=offline), "--encoder", "minilm")
@@ -1289,13 +1294,15 @@ def test_scores_within_a_run_are_those_of_its_files(tiny_run, encoder):
     assert state["log"][-1]["dev_accuracy"] == pytest.approx(100 * right.mean())
 
 
-def test_a_small_corpus_has_more_epochs_and_a_large_one_fewer(tiny_run):
-    """An epoch has three batches here."""
+def test_a_small_corpus_has_more_epochs_and_a_large_one_fewer(tiny_run, capsys):
+    """An epoch has three batches here. What is said of it is what is done."""
     for n, (flags, epochs) in enumerate(((("--min_steps", 7), 3), (("--min_steps", 70, "--max_steps", 7), 3),
                                          (("--min_steps", 7, "--max_steps", 4), 2),
                                          (("--min_steps", 7, "--epochs", 0), 0), (("--min_steps", 4, "--epochs", 3), 3))):
         results = train(tiny_run[0], *flags, "--tag", f"steps{n}")[0]
         assert results["epochs"] == results["config"]["epochs"] == epochs
+        said = re.search(r"(\d+) epochs instead of \d, so that these few rows make (\d+) batches", capsys.readouterr().out)
+        assert (said and said.groups()) == (("3", "7") if n < 2 else None)
 
 
 def test_what_stage_3_is_given(tiny_run, monkeypatch):
@@ -1334,6 +1341,16 @@ def test_without_an_epoch_the_seeded_head_is_what_there_is(tiny_run):
     found = (torch.from_numpy(np.load(out / "test_feature.npy")) @ normalize(head, dim=1).T).argmax(1)
     assert np.array_equal(found, np.load(out / "test_pred.npy")) and results["epochs"] == 0
     assert (out / "log.jsonl").read_bytes() == b""
+
+
+def test_a_run_without_an_epoch_that_was_killed_after_its_checkpoint_ends_the_same(tiny_run):
+    """MOT's shares have moved once by then, and do not a second time."""
+    flags = ("--epochs", 0, "--pseudo_label", "mot", "--mu", 0.5, "--tag", "no_training_by_mot")
+    results, out = train(tiny_run[0], *flags)
+    before = {name: (out / name).read_bytes() for name in ("beta.npy", "confidence.npy", "pseudo_label.npy")}
+    (out / "results.json").unlink()
+    assert train(tiny_run[0], *flags)[0]["train_unlabelled"] == results["train_unlabelled"]
+    assert {name: (out / name).read_bytes() for name in before} == before
 
 
 def test_an_encoder_whose_tokenizer_has_more_tokens_than_its_model(tiny_encoder, tmp_path):
