@@ -221,7 +221,7 @@ def cluster_titles(found, known, words, typical, command):
     titles = [found.get(k, title) for k, title in enumerate(known + propose_names(words[num_known:], known))]
     gone = [k for k in range(num_known, K) if found and k not in found]  # their lines somebody has deleted
     if command:
-        asked = [k for k in range(num_known, K) if typical[k] and k not in gone]
+        asked = sorted((k for k in range(num_known, K) if typical[k] and k not in gone), key=lambda k: -len(typical[k]))
         bar = tqdm(asked, desc="naming", disable=not sys.stderr.isatty())
         try:
             for k in bar:
@@ -229,6 +229,8 @@ def cluster_titles(found, known, words, typical, command):
                     answers[k] = name
         except KeyboardInterrupt as err:  # the names so far may have cost money
             interrupt = err
+            print(f"{len(answers)} of {len(asked)} new clusters, the largest, were named; predict.py with --name_command asks "
+                  "about all of them again")
         taken = {title.casefold() for k, title in enumerate(titles) if k not in answers and k not in gone}
         for k, name in answers.items():
             titles[k] = unused(name, taken, str.casefold)
@@ -261,7 +263,9 @@ def describe(args):
     typical = [[texts[i] for i in own[np.argsort(-nearness[own], kind="stable")]] for own in members]
     found = cluster_names(run, K) if (run / "clusters.csv").exists() else {}
     titles, named, interrupt = cluster_titles(found, names[:num_known], words, typical, args.name_command)
-    anew = named or not found
+    # A table in which other texts are repeated than before has the same training rows, and clusters of other sizes.
+    recount = bool(found) and (run / "train_row.npy").exists() and not np.array_equal(load_array(run, "train_row"), row)
+    anew = named or recount or not found
 
     used = row[row >= 0]  # a repeated text counts as often as it stands there
     size = np.bincount(cluster[used], minlength=K)
@@ -286,7 +290,7 @@ def describe(args):
           + ("; the largest new ones:" if new else ""))
     for line in new[:10]:
         print(f"{line[3]:7} rows  {line[5]:>5} %  {line[2][:40]:40}  {' '.join(line[7].split())[:70]}")
-    said = f"written to {run}/clusters.csv and assignments.csv" if anew else (
+    said = f"written to {run}/clusters.csv{' (sizes counted anew)' * recount} and assignments.csv" if anew else (
         f"written to {run}/assignments.csv with the names of clusters.csv (delete that for new ones)")
     print(f"{said}; python figures.py {run} draws report.html")
     if interrupt:

@@ -54,6 +54,7 @@ if [ "$dataset" = demo ] || [ -n "$own" ]; then encoder=${ENCODER:-minilm}; else
 launch=(python)
 if [ "$nproc" != 1 ]; then
     launch=(torchrun --standalone --nproc_per_node "$nproc")
+    trap 'echo "run_all.sh: stopped; the same command goes on from what is saved" >&2; exit 2' INT  # below torchrun's traceback
     threads=$(($(getconf _NPROCESSORS_ONLN) / nproc))
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 1 ? threads : 1))}  # torchrun's own default is 1, and it says so at length
 fi
@@ -90,6 +91,11 @@ case "${name[*]}" in --name_command= | --name_command=--*)
 esac
 if [ -z "$own" ] && [ ${#name[@]} -gt 0 ]; then
     echo "run_all.sh: --name_command is for a table; a benchmark's clusters are named by predict.py out/RUN --name_command PROGRAM" >&2
+    exit 2
+fi
+program=${name[0]:-} program=${program#*=} program=${program%% *}
+if [[ $program =~ ^[A-Za-z0-9_./-]+$ ]] && ! (cd "$here" && command -v -- "$program" > /dev/null); then  # else it is the shell's
+    echo "run_all.sh: --name_command $program is not there or cannot be run" >&2
     exit 2
 fi
 if [ ${#name[@]} -gt 0 ] && [ ! . -ef "$here" ]; then  # a program may be given as seen from where it was asked for

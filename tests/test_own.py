@@ -467,6 +467,16 @@ def test_from_csv_to_report_with_one_command(own_run):
     assert not list(folder.rglob("*.part"))
 
 
+def test_the_measurement_in_the_readme(own_run, monkeypatch, capsys):
+    folder, _, rows, _ = own_run
+    part = (REPO / "README.md").read_text().split("**To measure on your own labels**")[1]
+    code = part.split("```python\n")[1].split("```")[0]
+    monkeypatch.chdir(folder)
+    exec(code.replace("my_utterances", "my_table"), {"intents": [intent or "none" for _, _, intent in rows]})
+    scores = eval(capsys.readouterr().out)
+    assert 20 < scores["ACC"] <= 100 and 0 < scores["NMI"] <= 100
+
+
 def test_new_texts(own_run, tmp_path):
     folder, run, rows, _ = own_run
     new = table(tmp_path / "new.csv", [(n, text, "x") for n, (text, _, _) in enumerate(rows)], ("id", "text", "name"))
@@ -779,9 +789,10 @@ def test_bad_calls_of_predict(own_run, tmp_path, tiny_run):
 
 
 def test_without_any_label(tmp_path, tiny_rows, tiny_encoder):
-    path = table(tmp_path / "bare.csv", [(text,) for text, _, _ in tiny_rows], ("utterance",))
-    flags = ("--dataset", path, "--data_dir", tmp_path / "data")
-    assert "no labels" in script("make_lt_data.py", *flags).stdout
+    path = table(tmp_path / "bare.csv", [(text, "x") for text, _, _ in tiny_rows], ("utterance", "Kategorie"))
+    task = flags = ("--dataset", path, "--data_dir", tmp_path / "data")
+    said = script("make_lt_data.py", *flags).stdout
+    assert "no labels" in said and "if one of 'Kategorie' holds labels, name it with --label_column" in said
     flags += ("--out_dir", tmp_path / "out")
     script("pretrain.py", *flags, "--encoder", tiny_encoder, *TINY_PRETRAIN)
     done = script("train_imbanid.py", *flags, *TINY_TRAIN)
@@ -802,6 +813,23 @@ def test_without_any_label(tmp_path, tiny_rows, tiny_encoder):
     assert (tmp_path / "out/bare_s0/results.json").stat().st_mtime_ns == before
     done = script("train_imbanid.py", *flags, *TINY_TRAIN, "--num_classes", "true", "--restart", ok=False)
     one_line_error(done, "--num_classes true")
+    # The same texts, some of which are repeated now: nothing is trained anew, and the clusters are of other sizes.
+    run, first = tmp_path / "out/bare_s0", tiny_rows[0][0]
+    lines = read(run / "clusters.csv")
+    old, named = lines[0]["name"], (run / "clusters.csv").read_text(encoding="utf-8-sig")
+    (run / "clusters.csv").write_text(named.replace(f",no,{old},", ",no,MINE,"))
+    table(path, [(text, "x") for text in [*(text for text, _, _ in tiny_rows), *[first] * 7]], ("utterance", "Kategorie"))
+    shutil.rmtree(tmp_path / "data/bare_s0")
+    script("make_lt_data.py", *task)
+    done = script("train_imbanid.py", *flags, *TINY_TRAIN)
+    assert "skipped" in done.stdout and f"{len(tiny_rows) + 7} rows" in done.stdout
+    assert "(sizes counted anew)" in script("predict.py", run, "--data_dir", tmp_path / "data").stdout
+    where = read(run / "assignments.csv")[0]["cluster"]
+    now = {line["id"]: line for line in read(run / "clusters.csv")}
+    assert {k: int(line["size"]) for k, line in now.items()} == {
+        line["id"]: int(line["size"]) + 7 * (line["id"] == where) for line in lines}
+    assert now[lines[0]["id"]]["name"] == "MINE" and "MINE" in (run / "clusters_edited.csv").read_text()
+    assert "anew" not in script("predict.py", run, "--data_dir", tmp_path / "data").stdout
 
 
 def test_a_benchmark_run_gets_names_too(tiny_run, tmp_path):

@@ -3,8 +3,10 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import fields
 
 import pytest
@@ -89,7 +91,9 @@ def test_flags_reach_the_stages_they_are_for(tmp_path):
         (own / f"out/run{seed}").mkdir(parents=True)
     shutil.copy(REPO / "run_all.sh", own)
     (own / "python").write_text("#!/bin/sh\n[ \"$1\" = -c ] && echo run$5 || echo \"$@\"\n")
-    (own / "python").chmod(0o755)
+    (own / "ask").touch()
+    for name in ("python", "ask"):
+        (own / name).chmod(0o755)
     ask = " --name_command=ask"
     (office := tmp_path / "Büro's").mkdir()
     there = f" --name_command=cd '{tmp_path}/Büro'\\''s' && ask"
@@ -107,7 +111,8 @@ def test_flags_reach_the_stages_they_are_for(tmp_path):
                           env={**os.environ, "PATH": f"{own}:{os.environ['PATH']}"})
     assert f"--dataset {own}/a.csv" in done.stdout and "blob" not in done.stdout
     for words, why in ((["a.csv", "--name_command"], "needs"), (["a.csv", "--name_command="], "needs"),
-                       (["a.csv", "--name_command", "--tag", "x"], "needs"), (["demo", "10", *ask.split()], "is for a table")):
+                       (["a.csv", "--name_command", "--tag", "x"], "needs"), (["demo", "10", *ask.split()], "is for a table"),
+                       (["a.csv", "--name_command", "./a.sh | sed 1q"], "./a.sh is not there")):  # before the training
         done = subprocess.run(["bash", own / "run_all.sh", *words], text=True, capture_output=True)
         assert done.returncode == 2 and not done.stdout and f"--name_command {why}" in done.stderr
     for words, ratio, why in ((["a.csv", "5"], "", "has no GAMMA"), (["a.csv"], "0.5", "KNOWN_RATIO is for benchmarks"),
@@ -119,6 +124,23 @@ def test_flags_reach_the_stages_they_are_for(tmp_path):
     for given, P, threads in (("", 2, max(1, os.cpu_count() // 2)), ("", 1000, 1), ("3", 2, 3)):  # the cores are shared out
         _, *stages, _ = said(NPROC=str(P), OMP_NUM_THREADS=given)
         assert len(stages) == 2 and all(line.startswith(f"{threads} --standalone --nproc_per_node {P} ") for line in stages)
+
+
+def test_ctrl_c_is_said_below_what_torchrun_says_of_it(tmp_path):
+    (tmp_path / "torchrun").write_text("#!/bin/sh\ntrap 'echo a traceback >&2; exit 1' INT\ntouch started\nsleep 60 & wait\n")
+    (tmp_path / "python").write_text("#!/bin/sh\n")
+    for name in ("torchrun", "python"):
+        (tmp_path / name).chmod(0o755)
+    shutil.copy(REPO / "run_all.sh", tmp_path)
+    run = subprocess.Popen(["bash", "run_all.sh", "demo", "10"], cwd=tmp_path, stderr=subprocess.PIPE, text=True,
+                           env={**os.environ, "NPROC": "2", "PATH": f"{tmp_path}:{os.environ['PATH']}"}, start_new_session=True,
+                           preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    while run.poll() is None and not (tmp_path / "started").exists():
+        time.sleep(0.01)
+    os.killpg(run.pid, signal.SIGINT)
+    said = run.communicate(timeout=PATIENCE)[1]
+    assert run.returncode == 2
+    assert said == "a traceback\nrun_all.sh: stopped; the same command goes on from what is saved\n"
 
 
 @pytest.fixture(scope="module")
