@@ -35,7 +35,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS, CountVectorizer
 from torch.nn.functional import normalize
 from tqdm import tqdm
 
@@ -64,7 +63,7 @@ from pretrain import data_fingerprint, load_checkpoint, load_trained_layers, pic
 EXAMPLES = 5  # typical texts of a cluster in clusters.csv
 KEYWORDS = 8  # of a cluster there, at most
 # Function words of requests, and what is left of "don't" and "I'm", beside scikit-learn's list of English function words.
-STOP_WORDS = ENGLISH_STOP_WORDS.union(
+STOP_WORDS = set(
     "does did doing don doesn didn isn aren wasn won ll ve re just please want wants wanted need needs needed like know tell "
     "let make got getting going say said thing things way".split())
 UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff"  # Thai, Lao, Burmese, Khmer; kana, Han
@@ -93,11 +92,12 @@ def keywords(texts, cluster, K):
     others are single words. Scripts that write without spaces are read by two to four letters instead, weighed by the root of
     their number.
     """
+    from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS, CountVectorizer  # two seconds that new texts need not take
     letters = [letter for text in texts[:2000] for letter in text if letter.isalpha()]
     spaced = 2 * len(re.findall(f"[{UNSPACED}]", "".join(letters))) <= len(letters)
     vectorizer = CountVectorizer(analyzer=pieces)
     if spaced:
-        vectorizer = CountVectorizer(ngram_range=(1, 2), stop_words=[*STOP_WORDS], token_pattern=WORD)
+        vectorizer = CountVectorizer(ngram_range=(1, 2), stop_words=[*STOP_WORDS | ENGLISH_STOP_WORDS], token_pattern=WORD)
     try:
         counts = vectorizer.fit_transform(texts)
     except ValueError:  # not one word in all texts: numbers, emoji, function words alone

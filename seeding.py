@@ -10,8 +10,6 @@ import sys
 
 import numpy as np
 import torch
-from sklearn.cluster import KMeans
-from sklearn.metrics import silhouette_samples
 from threadpoolctl import threadpool_limits  # comes with scikit-learn
 from torch.nn.functional import normalize, softplus
 from tqdm import tqdm
@@ -33,6 +31,7 @@ def fitted_kmeans(z, K, seed, n_init=10, init=None):
 
     On two threads: more of them add up in any order, and the same run would give other bytes.
     """
+    from sklearn.cluster import KMeans  # a second that pretrain.py, which has only class_means from here, need not take
     start = {"n_init": n_init} if init is None else {"n_init": 1, "init": init.cpu().numpy()}
     with threadpool_limits(2, "openmp"):
         return KMeans(K, **start, random_state=seed).fit(z.cpu().numpy())
@@ -274,6 +273,7 @@ def num_classes_without_labels(z, num_known, args_of_seeding, seed):
     its kappa; with few rows it sees few classes. Where one finds too many the other often finds too few. The labels are not
     used: a class held to its one labelled row, which counts for several, would make any K look best.
     """
+    from sklearn.metrics import silhouette_samples  # see fitted_kmeans
     label = torch.full((len(z),), -1, device=z.device)
     looked_at = torch.randperm(len(z), generator=torch.Generator().manual_seed(seed))[:3000].to(z.device)
     sharpest = likeliest = (-math.inf, max(1, num_known))

@@ -14,6 +14,7 @@ One epoch: features of all rows -> log P of the cluster head -> relaxed_ot (Eq. 
 CWCL (Eq. 10), IWCL (Eq. 11) and cross-entropy on the clean rows (Eq. 12). Test rows get the head's argmax.
 """
 import contextlib
+import importlib.metadata
 import json
 import math
 import os
@@ -27,7 +28,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import sklearn
 import torch
 import torch.distributed as dist
 import transformers
@@ -50,7 +50,6 @@ from make_lt_data import (
     set_aside,
     write_atomic,
 )
-from metrics import cluster_metrics
 from pretrain import (
     commit,
     dropout_state,
@@ -223,7 +222,7 @@ def save_run(out, arrays, results):
     for name, value in arrays.items():
         write_atomic(out / f"{name}.npy", lambda f, value=value: np.save(f, value))
     versions = {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
-                "numpy": np.__version__, "scikit-learn": sklearn.__version__}
+                "numpy": np.__version__, "scikit-learn": importlib.metadata.version("scikit-learn")}
     results |= {"peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
                 "threads": torch.get_num_threads(), "versions": versions}
     if torch.cuda.is_initialized():
@@ -358,6 +357,7 @@ def score(clusters, pseudo_label, labels, data, num_known):
 
     This is the one place that uses train_truth.npy: open_run sees only that it can be opened.
     """
+    from metrics import cluster_metrics  # with scikit-learn, two seconds that flags and the other processes need not take
     counts, truth, unlabelled = np.load(data / "class_counts.npy"), np.load(data / "train_truth.npy"), labels["train"] < 0
     return {**{row: cluster_metrics(labels["test"], found, num_known, counts) for row, found in clusters.items()},
             "train_unlabelled": cluster_metrics(truth[unlabelled], pseudo_label[unlabelled], num_known, counts)}

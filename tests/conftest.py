@@ -24,7 +24,8 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # several processes on one GPU are refu
 os.environ["OMP_NUM_THREADS"] = "1"  # two tests run side by side, and one that is slowed down then waits for no other thread
 PATIENCE = 1500  # seconds until what does not end is killed; a machine that others use too can be ten times as slow as itself
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["predict", "figures", "train_imbanid", "transformers.models.bert.modeling_bert"])
+FORKS.set_forkserver_preload(["predict", "figures", "train_imbanid", "transformers.models.bert.modeling_bert", "metrics",
+                              "sklearn.cluster", "sklearn.feature_extraction.text"])
 with contextlib.chdir(REPO):  # where it looks for them
     forkserver.ensure_running()
 RAW = Path(os.environ.get("RAW_DIR") or REPO.parent / "shared" / "raw")

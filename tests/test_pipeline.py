@@ -203,6 +203,11 @@ def test_a_script_starts_by_itself(name):
     assert not done.stderr and done.stdout.startswith(f"usage: {name}")
 
 
+def test_flags_and_new_texts_do_not_wait_for_scikit_learn():
+    code = "import sys, pretrain, train_imbanid, predict; sys.exit('sklearn' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True).returncode == 0
+
+
 DOCUMENTS = [REPO / name for name in ("README.md", "baselines/README.md", "docs/experiments.md")]
 
 
