@@ -510,8 +510,9 @@ def read_table(path, asked_text, asked_label):
     others = [c for c in columns if c != text_column]
     label_column = None if asked_label == "none" else pick_column(path, others, "label_column", asked_label, LABEL_NAMES)
     if label_column is None and not asked_label and others:
-        print(f"{path}: no column is called {', '.join(LABEL_NAMES[:-1])} or {LABEL_NAMES[-1]}; if one of "
-              f"{', '.join(map(repr, others[:20]))} holds labels, name it with --label_column")
+        seen = ", ".join(repr(quoted(name)) for name in others[:20]) + ", ..." * (len(others) > 20)
+        print(f"{path}: no other column is called {', '.join(LABEL_NAMES[:-1])} or {LABEL_NAMES[-1]}; if one of {seen} holds "
+              "labels, name it with --label_column")
     texts = [row.get(text_column, "").strip() for row in rows]
     labels = [plain_label(row.get(label_column, "")) for row in rows]
     if label_column is not None and not any(labels):

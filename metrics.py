@@ -12,7 +12,6 @@ All results are percentages, not rounded.
 """
 import numpy as np
 from scipy.optimize import linear_sum_assignment
-from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score
 
 
 def agreement(truth, cluster):
@@ -74,6 +73,7 @@ def cluster_metrics(truth, cluster, num_known, class_counts):
     highest that such a matching gives, so that none depends on how the clusters are numbered. Raises ValueError where
     class_counts is too short, it or num_known not what size_groups takes, or truth and cluster not what agreement takes.
     """
+    from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score  # whose import takes a second
     table, K = agreement(truth, cluster), len(class_counts)
     rows, N = table.sum(0), len(truth)
     if (largest := int(np.flatnonzero(rows)[-1])) >= K:

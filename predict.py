@@ -8,9 +8,10 @@ Writes  out/<run>/clusters.csv     a line a cluster: known label or proposed nam
         out/<run>/{clusters,assignments}.sha256  what they said as written, by which edits of them are seen
         or, with new texts, a table of them with their clusters: nothing in out/<run>/ changes then
 
-A clusters.csv that is there is kept, and its names, which you may have edited, are used; with --name_command the new clusters
-are named again and it is rewritten, if that gives any name. assignments.csv follows the transport, which weighs all rows at
-once, and the labels; new texts follow the cluster head alone, and so may differ.
+A clusters.csv that is there is kept, and its names, which you may have edited, are used. It is rewritten, with its names, where
+the table repeats other texts now, and with --name_command, which names the new clusters again, if that gives any name.
+assignments.csv follows the transport, which weighs all rows at once, and the labels; new texts follow the cluster head alone,
+and so may differ.
 
     python predict.py out/my_utterances_s0
     python predict.py out/my_utterances_s0 --name_command 'my_llm "Name this intent in two words"'
@@ -210,18 +211,18 @@ def load_array(run, name):
                         "again") from None
 
 
-def cluster_titles(found, known, words, typical, command):
+def cluster_titles(found, known, words, typical, size, command):
     """(title of each cluster, whether the command gave one, the Ctrl-C that ended the asking or None).
 
     found: {id: name} of clusters.csv, empty without one; other titles are labels of known classes or proposals, those of
-    clusters that found lacks unlike all others. command: is asked to name the new clusters that found has. words, typical: of
-    each cluster, keywords and texts.
+    clusters that found lacks unlike all others. command: is asked to name the new clusters that found has, the largest first.
+    words, typical, size: of each cluster, keywords, texts and rows.
     """
     K, num_known, answers, interrupt = len(words), len(known), {}, None
     titles = [found.get(k, title) for k, title in enumerate(known + propose_names(words[num_known:], known))]
     gone = [k for k in range(num_known, K) if found and k not in found]  # their lines somebody has deleted
     if command:
-        asked = sorted((k for k in range(num_known, K) if typical[k] and k not in gone), key=lambda k: -len(typical[k]))
+        asked = sorted((k for k in range(num_known, K) if typical[k] and k not in gone), key=lambda k: -size[k])
         bar = tqdm(asked, desc="naming", disable=not sys.stderr.isatty())
         try:
             for k in bar:
@@ -229,8 +230,8 @@ def cluster_titles(found, known, words, typical, command):
                     answers[k] = name
         except KeyboardInterrupt as err:  # the names so far may have cost money
             interrupt = err
-            print(f"{len(answers)} of {len(asked)} new clusters, the largest, were named; predict.py with --name_command asks "
-                  "about all of them again")
+            print(f"{len(answers)} of {len(asked)} new clusters were named; predict.py with --name_command asks about all of "
+                  "them again")
         taken = {title.casefold() for k, title in enumerate(titles) if k not in answers and k not in gone}
         for k, name in answers.items():
             titles[k] = unused(name, taken, str.casefold)
@@ -261,14 +262,17 @@ def describe(args):
     nearness = np.einsum("nh,nh->n", feature.astype(np.float32), head[cluster])
     members = [np.flatnonzero(cluster == k) for k in range(K)]
     typical = [[texts[i] for i in own[np.argsort(-nearness[own], kind="stable")]] for own in members]
-    found = cluster_names(run, K) if (run / "clusters.csv").exists() else {}
-    titles, named, interrupt = cluster_titles(found, names[:num_known], words, typical, args.name_command)
-    # A table in which other texts are repeated than before has the same training rows, and clusters of other sizes.
-    recount = bool(found) and (run / "train_row.npy").exists() and not np.array_equal(load_array(run, "train_row"), row)
-    anew = named or recount or not found
-
     used = row[row >= 0]  # a repeated text counts as often as it stands there
     size = np.bincount(cluster[used], minlength=K)
+    found = cluster_names(run, K) if (run / "clusters.csv").exists() else {}
+    titles, named, interrupt = cluster_titles(found, names[:num_known], words, typical, size, args.name_command)
+    try:  # a table in which other texts are repeated than before has the same training rows, and clusters of other sizes
+        counted = np.array_equal(np.load(run / "train_row.npy"), row)
+    except (OSError, ValueError, EOFError):
+        counted = False
+    recount = bool(found) and not counted
+    anew = named or recount or not found
+
     sure = np.bincount(cluster[used], confidence[used], K) / np.maximum(size, 1)
     order = np.argsort(-size, kind="stable")
     lines = [[k, "yes" if k < num_known else "no", titles[k], size[k], f"{100 * size[k] / len(used):.2f}",

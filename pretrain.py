@@ -192,8 +192,9 @@ def same_config(found, config, path, args):
         key = next(k for k in {**found, **config} if found.get(k) != config.get(k))
     other = "--tag" if hasattr(args, "tag") else "--out_dir (the scripts run one by one)"
     made = f"with other settings ({of}{key} {found.get(key)!r}, now {config.get(key)!r})"
-    raise UserError(f"{path} was made {'from other data' if key == 'data' else made}: pass --restart to replace it, or another "
-                    f"{other} to keep both")
+    if key == "data":
+        made, other = "from other data", f"{other}, or for a table another file name,"
+    raise UserError(f"{path} was made {made}: pass --restart to replace it, or another {other} to keep both")
 
 
 def open_checkpoint(path, config, args):
@@ -416,10 +417,11 @@ def on_all_processes(device, config, out, work):
         os._exit(0)  # gloo's threads now and then abort a process that tears itself down
 
 
-def rates_of(optimizer):
-    """The learning rates in words, and what to try where they were too large."""
-    rates, flags = [f"{group['lr']:.1e}" for group in optimizer.param_groups], ["--lr", "--head_lr"]
-    return f"at lr {' and '.join(rates)}: try a smaller {' or '.join(flags[:len(rates)])}, or --dtype float32"
+def rates_and_advice(optimizer):
+    """The learning rates in words, and what to try where they were too large. With one rate it is a compared method's."""
+    rates = [f"{group['lr']:.1e}" for group in optimizer.param_groups]
+    smaller = "--lr or --head_lr" if len(rates) > 1 else "learning rate"
+    return f"at lr {' and '.join(rates)}: try a smaller {smaller}, or --dtype float32"
 
 
 def joint_step(loss, optimizer, where, rows, came=()):
@@ -437,8 +439,8 @@ def joint_step(loss, optimizer, where, rows, came=()):
         [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters] + [beside]))
     finite, stopped = torch.stack([flat.isfinite().all(), flat[-1] > 0]).tolist()  # at once: a GPU waits for nothing else
     if not finite:
-        raise UserError(f"the loss or a gradient is not finite in {where}, {rates_of(optimizer)}; the last checkpoint is from "
-                        f"before. Training rows of the batch: {sorted({*rows.tolist()})}")
+        raise UserError(f"the loss or a gradient is not finite in {where}, {rates_and_advice(optimizer)}; the last checkpoint "
+                        f"is from before. Training rows of the batch: {sorted({*rows.tolist()})}")
     for p, g in zip(parameters, flat[:-2].split([p.numel() for p in parameters])):
         p.grad = g.view_as(p)
     nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -451,7 +453,8 @@ def check_weights(optimizer, where):
     parameters = [p.detach() for group in optimizer.param_groups for p in group["params"] if p.numel()]
     largest = float(torch.stack([p.abs().max() for p in parameters]).max())  # Python's own max may pass over a nan
     if not largest < 1e4:
-        raise UserError(f"a weight of {largest:.0e} after {where}, {rates_of(optimizer)}; the last checkpoint is from before")
+        raise UserError(f"a weight of {largest:.0e} after {where}, {rates_and_advice(optimizer)}; the last checkpoint is from "
+                        "before")
 
 
 # ---- pre-training ----
@@ -505,14 +508,17 @@ def run_batches(batches, loss_of, optimizer, args, epoch, came, done, rank, sche
     for batch in batches[step:]:
         step += 1
         loss, parts, rows = loss_of(*batch)
-        stopped = joint_step(loss, optimizer, f"epoch {epoch}, step {step} of {len(batches)}", rows, came)
+        where = f"epoch {epoch}, step {step} of {len(batches)}"
+        stopped = joint_step(loss, optimizer, where, rows, came)
+        due = stopped or step % SAVE_STEPS == 0 or step == len(batches)
+        if due:
+            check_weights(optimizer, where)
         if schedule:
             schedule.step()
         sums = sums + parts.detach()
         if step % SAVE_STEPS == 0:
             seed_epoch(args.seed, epoch, rank, step)
-        if stopped or step % SAVE_STEPS == 0 or step == len(batches):
-            check_weights(optimizer, f"epoch {epoch}, step {step} of {len(batches)}")
+        if due:
             yield step, of_all(sums)
         if stopped and step < len(batches):
             raise KeyboardInterrupt

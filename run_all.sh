@@ -54,7 +54,6 @@ if [ "$dataset" = demo ] || [ -n "$own" ]; then encoder=${ENCODER:-minilm}; else
 launch=(python)
 if [ "$nproc" != 1 ]; then
     launch=(torchrun --standalone --nproc_per_node "$nproc")
-    trap 'echo "run_all.sh: stopped; the same command goes on from what is saved" >&2; exit 2' INT  # below torchrun's traceback
     threads=$(($(getconf _NPROCESSORS_ONLN) / nproc))
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 1 ? threads : 1))}  # torchrun's own default is 1, and it says so at length
 fi
@@ -94,9 +93,8 @@ if [ -z "$own" ] && [ ${#name[@]} -gt 0 ]; then
     exit 2
 fi
 program=${name[0]:-} program=${program#*=} program=${program%% *}
-if [[ $program =~ ^[A-Za-z0-9_./-]+$ ]] && ! (cd "$here" && command -v -- "$program" > /dev/null); then  # else it is the shell's
-    echo "run_all.sh: --name_command $program is not there or cannot be run" >&2
-    exit 2
+if ! [[ $program =~ ^[A-Za-z0-9_./-]+$ ]] || (cd "$here" && command -v -- "$program" > /dev/null); then
+    program=  # it is there, or the shell's to find
 fi
 if [ ${#name[@]} -gt 0 ] && [ ! . -ef "$here" ]; then  # a program may be given as seen from where it was asked for
     q=\'  # quoted as any shell reads it; bash's own %q is not
@@ -137,14 +135,22 @@ for seed in $seeds; do
     # raw corpus or table -> data/<run>/
     python make_lt_data.py "${task[@]}" --raw_dir "$raw" "${make[@]}"
     case "$method ${train[*]}" in "imbanid "*--num_classes*) python -c "$check" "$module" data "${task[@]}" "${train[@]}" >&2 ;; esac
-    # data/<run>/ -> out/<run>/pretrain.pt
-    if [ "$method" = imbanid ]; then "${launch[@]}" pretrain.py "${task[@]}" --encoder "$encoder" "${pre[@]}"; fi
-    # data/<run>/ and out/<run>/pretrain.pt -> out/<run>/results.json and what belongs to it
-    "${launch[@]}" "${stage[@]}" "${task[@]}" "${train[@]}"
     run=$(python -c 'import os, sys, make_lt_data as m
 d, g, s, k = sys.argv[1:]
 sys.stdout.buffer.write(os.fsencode(m.run_name(d, float(g), int(s), float(k))))' \
         "$dataset" "$gamma" "$seed" "${KNOWN_RATIO:-0.75}")
+    if [ -n "$program" ] && [ ! -e "out/$run$tag/clusters.csv" ]; then
+        echo "run_all.sh: --name_command $program is not there or cannot be run" >&2
+        exit 2
+    fi
+    # data/<run>/ -> out/<run>/pretrain.pt
+    if [ "$nproc" != 1 ]; then  # the last word, below torchrun's traceback
+        trap 'echo "run_all.sh: stopped; the same command goes on from what is saved" >&2; exit 2' INT
+    fi
+    if [ "$method" = imbanid ]; then "${launch[@]}" pretrain.py "${task[@]}" --encoder "$encoder" "${pre[@]}"; fi
+    # data/<run>/ and out/<run>/pretrain.pt -> out/<run>/results.json and what belongs to it
+    "${launch[@]}" "${stage[@]}" "${task[@]}" "${train[@]}"
+    trap - INT
     folders+=("out/$run$tag")
     if [ -n "$own" ]; then
         # out/<run>/ -> clusters.csv, assignments.csv, then the figures and report.html

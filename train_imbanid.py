@@ -50,6 +50,7 @@ from make_lt_data import (
     set_aside,
     write_atomic,
 )
+from metrics import cluster_metrics
 from pretrain import (
     commit,
     dropout_state,
@@ -357,7 +358,6 @@ def score(clusters, pseudo_label, labels, data, num_known):
 
     This is the one place that uses train_truth.npy: open_run sees only that it can be opened.
     """
-    from metrics import cluster_metrics  # with scikit-learn, two seconds that flags and the other processes need not take
     counts, truth, unlabelled = np.load(data / "class_counts.npy"), np.load(data / "train_truth.npy"), labels["train"] < 0
     return {**{row: cluster_metrics(labels["test"], found, num_known, counts) for row, found in clusters.items()},
             "train_unlabelled": cluster_metrics(truth[unlabelled], pseudo_label[unlabelled], num_known, counts)}
@@ -409,7 +409,7 @@ def main(args):
     results = read_finished(out, config, args)
     if results:
         if first_process():  # a table may repeat other texts than before, which nobody trains anew for
-            print_results(results | ({"num_rows": meta["num_rows"]} if "own" in meta else {}), out)
+            print_results(results | {"num_rows": meta.get("num_rows")}, out)
         return
     if first_process() and args.epochs > asked:
         batches = min(args.min_steps, args.max_steps)

@@ -236,8 +236,8 @@ def train(run, stage, heads, batch_loss, *, epochs, batch_size, lr, rows=None, b
         number, rate = schedule.last_epoch + 1, schedule.get_last_lr()[0]
         if not torch.isfinite(nn.utils.clip_grad_norm_(parameters, 1.0) + loss.detach()):
             where = f"step {number} of {stage} (epoch {memory['epoch']}), at lr {rate:.1e}"
-            raise UserError(f"the loss is {loss.item()} or a gradient not finite in {where}: try a smaller --lr or --dtype "
-                            f"float32; finished epochs are saved. Training rows of the batch: {sorted(rows.tolist())}")
+            raise UserError(f"the loss is {loss.item()} or a gradient not finite in {where}: try a smaller learning rate or "
+                            f"--dtype float32; finished epochs are saved. Training rows of the batch: {sorted(rows.tolist())}")
         optimizer.step()
         check_weights(optimizer, f"step {number} of {stage}")
         schedule.step()

@@ -106,13 +106,17 @@ def test_flags_reach_the_stages_they_are_for(tmp_path):
             f"predict.py out/run0{naming[0]}", "figures.py out/run0", f"predict.py out/run1{naming[1]}", "figures.py out/run1"]
         assert ("out/run0/clusters.csv is there already" in done.stdout) == (not naming[0])
         (own / "out/run0/clusters.csv").touch()
+    for seed, refused in ((0, False), (1, True)):  # a program that is not there is not asked in the first case
+        done = subprocess.run(["bash", own / "run_all.sh", "a.csv", "--name_command", "./no.sh | sed 1q"], text=True, cwd=own,
+                              capture_output=True, env={**os.environ, "PATH": f"{own}:{os.environ['PATH']}", "SEED": str(seed)})
+        assert done.returncode == 2 * refused and ("pretrain.py" in done.stdout) != refused, "before the training"
+        assert ("--name_command ./no.sh is not there" in done.stderr) == refused
     (own / "a.csv").symlink_to(own / "blob")  # the run takes the name that was given
     done = subprocess.run(["bash", own / "run_all.sh", own / "a.csv"], text=True, check=True, capture_output=True,
                           env={**os.environ, "PATH": f"{own}:{os.environ['PATH']}"})
     assert f"--dataset {own}/a.csv" in done.stdout and "blob" not in done.stdout
     for words, why in ((["a.csv", "--name_command"], "needs"), (["a.csv", "--name_command="], "needs"),
-                       (["a.csv", "--name_command", "--tag", "x"], "needs"), (["demo", "10", *ask.split()], "is for a table"),
-                       (["a.csv", "--name_command", "./a.sh | sed 1q"], "./a.sh is not there")):  # before the training
+                       (["a.csv", "--name_command", "--tag", "x"], "needs"), (["demo", "10", *ask.split()], "is for a table")):
         done = subprocess.run(["bash", own / "run_all.sh", *words], text=True, capture_output=True)
         assert done.returncode == 2 and not done.stdout and f"--name_command {why}" in done.stderr
     for words, ratio, why in ((["a.csv", "5"], "", "has no GAMMA"), (["a.csv"], "0.5", "KNOWN_RATIO is for benchmarks"),
@@ -127,7 +131,8 @@ def test_flags_reach_the_stages_they_are_for(tmp_path):
 
 
 def test_ctrl_c_is_said_below_what_torchrun_says_of_it(tmp_path):
-    (tmp_path / "torchrun").write_text("#!/bin/sh\ntrap 'echo a traceback >&2; exit 1' INT\ntouch started\nsleep 60 & wait\n")
+    (tmp_path / "torchrun").write_text("#!/bin/sh\ntrap 'kill $!; echo a traceback >&2; exit 1' INT\ntouch started\n"
+                                       "sleep 60 & wait\n")
     (tmp_path / "python").write_text("#!/bin/sh\n")
     for name in ("torchrun", "python"):
         (tmp_path / name).chmod(0o755)
