@@ -129,6 +129,7 @@ run_script(check)'
 if [ ${#train[@]} -gt 0 ]; then python -c "$check" "$module" "" "${train[@]}" >&2; fi
 if [ -n "$help" ]; then exit 0; fi
 
+if [ ! . -ef "$here" ]; then echo "run_all.sh: data/ and out/ are those in $PWD" >&2; fi
 folders=()
 for seed in $seeds; do
     task=(--dataset "$dataset" --gamma "$gamma" --seed "$seed" --known_ratio "${KNOWN_RATIO:-0.75}")

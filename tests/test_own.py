@@ -368,15 +368,17 @@ def test_keywords_are_eight_at_most_and_one_of_a_word_and_its_plural():
 
 
 def test_a_cluster_whose_line_is_gone_takes_no_name_and_gets_none_that_is_given(capsys):
-    words, typical = [["a"], ["door"], ["lamp"], ["rain"]], [["x"]] * 4
-    asked = cluster_titles({0: "a", 1: "lamp", 3: "Rain"}, ["a"], words, typical, "")[0]
+    words, rest = [["a"], ["door"], ["lamp"], ["rain"]], ([["x"]] * 4, [9, 9, 9, 9])  # texts and rows of each
+    asked = cluster_titles({0: "a", 1: "lamp", 3: "Rain"}, ["a"], words, *rest, "")[0]
     assert asked == ["a", "lamp", "lamp 2", "Rain"]
-    asked = cluster_titles({0: "a", 1: "mine", 3: "rain"}, ["a"], words, typical, "echo lamp")
+    asked = cluster_titles({0: "a", 1: "mine", 3: "rain"}, ["a"], words, *rest, "echo lamp")
     assert asked == (["a", "lamp", "lamp 3", "lamp 2"], True, None)
-    assert cluster_titles({1: "mine"}, ["a"], words, typical, "echo a")[0] == ["a", "a 2", "lamp", "rain"]
-    assert cluster_titles({1: "my_lamp", 3: "La-mp"}, ["a"], words, [["x"]] * 4, "")[0] == ["a", "my_lamp", "lamp", "La-mp"]
-    assert cluster_titles({1: "door bell"}, ["a"], [["a"], ["b"], ["door_bell"], ["rain"]], typical, "")[0][2] == "door_bell 2"
-    assert cluster_titles({}, ["a"], words, typical, "")[0] == ["a", "door", "lamp", "rain"]
+    asked = cluster_titles({0: "a", 1: "mine", 3: "rain"}, ["a"], words, rest[0], [9, 1, 5, 2], "echo lamp")
+    assert asked[0] == ["a", "lamp 2", "lamp 3", "lamp"], "the larger one is asked first, and has the name"
+    assert cluster_titles({1: "mine"}, ["a"], words, *rest, "echo a")[0] == ["a", "a 2", "lamp", "rain"]
+    assert cluster_titles({1: "my_lamp", 3: "La-mp"}, ["a"], words, *rest, "")[0] == ["a", "my_lamp", "lamp", "La-mp"]
+    assert cluster_titles({1: "door bell"}, ["a"], [["a"], ["b"], ["door_bell"], ["rain"]], *rest, "")[0][2] == "door_bell 2"
+    assert cluster_titles({}, ["a"], words, *rest, "")[0] == ["a", "door", "lamp", "rain"]
 
 
 def test_notes_on_tables_are_not_for_ones_that_we_wrote(tmp_path, capsys):

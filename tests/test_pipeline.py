@@ -105,6 +105,7 @@ def test_flags_reach_the_stages_they_are_for(tmp_path):
         assert [line for line in done.stdout.splitlines() if line.startswith(("predict", "figures"))] == [
             f"predict.py out/run0{naming[0]}", "figures.py out/run0", f"predict.py out/run1{naming[1]}", "figures.py out/run1"]
         assert ("out/run0/clusters.csv is there already" in done.stdout) == (not naming[0])
+        assert done.stderr == "" if cwd == own else f"data/ and out/ are those in {own}\n" in done.stderr
         (own / "out/run0/clusters.csv").touch()
     for seed, refused in ((0, False), (1, True)):  # a program that is not there is not asked in the first case
         done = subprocess.run(["bash", own / "run_all.sh", "a.csv", "--name_command", "./no.sh | sed 1q"], text=True, cwd=own,
