@@ -366,9 +366,9 @@ def score(clusters, pseudo_label, labels, data, num_known):
 # ---- the run ----
 
 def wanted_epochs(args, N):
-    """--epochs, or as many as N rows need for --min_steps batches. This number is what a later call compares (settings)."""
-    wanted = min(args.min_steps, args.max_steps)
-    return max(args.epochs, math.ceil(wanted / math.ceil(N / args.batch_size))) if args.epochs else 0
+    """(--epochs, or as many as N rows need for --min_steps batches, which a later call compares (settings); these batches)."""
+    fewest = min(args.min_steps, args.max_steps)
+    return max(args.epochs, math.ceil(fewest / math.ceil(N / args.batch_size))) if args.epochs else 0, fewest
 
 
 def check_flags(args):
@@ -400,7 +400,8 @@ def main(args):
     wanted_classes(args, meta)  # refused now rather than after the features
     if args.num_classes == ("auto" if "own" in meta else "true"):
         args = replace(args, num_classes="")  # the default spelled out is the same run
-    asked, args = args.epochs, replace(args, epochs=wanted_epochs(args, len(labels["train"])))
+    asked, (epochs, fewest) = args.epochs, wanted_epochs(args, len(labels["train"]))
+    args = replace(args, epochs=epochs)
     base = Path(args.out_dir) / run
     out = base.with_name(f"{run}_{args.tag}") if args.tag else base
     pre = open_pretrained(base / "pretrain.pt", data)
@@ -411,9 +412,8 @@ def main(args):
         if first_process():  # a table may repeat other texts than before, which nobody trains anew for
             print_results(results | {"num_rows": meta.get("num_rows")}, out)
         return
-    if first_process() and args.epochs > asked:
-        batches = min(args.min_steps, args.max_steps)
-        print(f"{args.epochs} epochs instead of {asked}, so that these few rows make {batches} batches (--min_steps)")
+    if first_process() and epochs > asked:
+        print(f"{epochs} epochs instead of {asked}, so that these few rows make {fewest} batches (--min_steps)")
     on_all_processes(device, config, out, partial(train, args, texts, labels, meta, pre, config, data, base, out))
 
 

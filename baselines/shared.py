@@ -42,6 +42,7 @@ from pretrain import (
     load_trained,
     load_trained_layers,
     open_checkpoint,
+    rates_and_advice,
     save_checkpoint,
     seed_epoch,
     trained_state,
@@ -233,11 +234,11 @@ def train(run, stage, heads, batch_loss, *, epochs, batch_size, lr, rows=None, b
     def step(loss, rows):
         optimizer.zero_grad()
         loss.backward()
-        number, rate = schedule.last_epoch + 1, schedule.get_last_lr()[0]
+        number = schedule.last_epoch + 1
         if not torch.isfinite(nn.utils.clip_grad_norm_(parameters, 1.0) + loss.detach()):
-            where = f"step {number} of {stage} (epoch {memory['epoch']}), at lr {rate:.1e}"
-            raise UserError(f"the loss is {loss.item()} or a gradient not finite in {where}: try a smaller learning rate or "
-                            f"--dtype float32; finished epochs are saved. Training rows of the batch: {sorted(rows.tolist())}")
+            where = f"step {number} of {stage} (epoch {memory['epoch']}), {rates_and_advice(optimizer)}"
+            raise UserError(f"the loss is {loss.item()} or a gradient not finite in {where}; finished epochs are saved. "
+                            f"Training rows of the batch: {sorted(rows.tolist())}")
         optimizer.step()
         check_weights(optimizer, f"step {number} of {stage}")
         schedule.step()
