@@ -26,8 +26,6 @@ PATIENCE = 1500  # seconds until what does not end is killed; a machine that oth
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["predict", "figures", "train_imbanid", "transformers.models.bert.modeling_bert", "metrics",
                               "sklearn.cluster", "sklearn.feature_extraction.text"])
-with contextlib.chdir(REPO):  # where it looks for them
-    forkserver.ensure_running()
 RAW = Path(os.environ.get("RAW_DIR") or REPO.parent / "shared" / "raw")
 
 
@@ -129,6 +127,19 @@ def one_line_error(done, *words):
         assert word in lines[0], (word, lines[0])
 
 
+def pytest_configure(config):
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):  # not where others run the tests
+        with contextlib.chdir(REPO):  # where it looks for the modules
+            forkserver.ensure_running()
+
+
+def pytest_collection_modifyitems(items):
+    """Tests that share what takes minutes to make run in one process, which makes it once."""
+    for item in items:
+        for name in {"demo", "real_minilm_run", "own_run"} & set(item.fixturenames):
+            item.add_marker(pytest.mark.xdist_group(name))
+
+
 @pytest.fixture(scope="session")
 def real_raw():
     if not all((RAW / corpus / "train.tsv").exists() for corpus in ("clinc", "banking", "stackoverflow")):
@@ -164,6 +175,48 @@ def calm_encoder(tmp_path_factory, tiny_encoder):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}))
     return folder
+
+
+KEPT = {}
+
+
+@contextlib.contextmanager
+def kept_passes():
+    """Let Encoder.trunk read texts as they are once, whoever asks: no method changes what lies below the trained layer."""
+    from encoder import Encoder, Packed
+    trunk = Encoder.trunk
+
+    def once(self, tokens, desc=None):
+        if desc is None:  # a drawing, of which each is new
+            return trunk(self, tokens)
+        key = self.fingerprint, self.dtype, *(x.numpy().tobytes() for x in (tokens.values, tokens.offsets))
+        if key not in KEPT:
+            KEPT[key] = trunk(self, tokens)
+        return Packed(KEPT[key].values.clone(), tokens.offsets)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Encoder, "trunk", once)
+        yield
+
+
+def pretrained_demo(folder, seed, epochs):
+    """Flags of the bundled corpus, with data/ made and pre-trained with the real encoder."""
+    import pretrain
+    task = {"dataset": "demo", "gamma": 10.0, "seed": seed, "data_dir": str(folder / "data")}
+    script("make_lt_data.py", *(word for key, value in task.items() for word in (f"--{key}", value)))
+    task["out_dir"] = str(folder / "out")
+    with kept_passes():
+        pretrain.main(pretrain.Args(**task, encoder="minilm", epochs=epochs))
+    return task
+
+
+@pytest.fixture
+def short_ends(monkeypatch):
+    """Compared methods whose two other ends, as seeded and with the labels held, search less: most of a tiny run's time."""
+    from baselines import shared
+    seed, held = shared.seed_centres, shared.semi_supervised_kmeans
+    monkeypatch.setattr(shared, "seed_centres", lambda *given: seed(*given[:6], 5, *given[7:]))
+    monkeypatch.setattr(shared, "semi_supervised_kmeans", lambda *given: held(*given[:5], 3, True))
 
 
 TINY_PRETRAIN = ("--epochs", 2, "--batch_size", 64, "--max_length", 32, "--dtype", "float32")

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import REPO, one_line_error, script
+from conftest import REPO, kept_passes, one_line_error, pretrained_demo, script
 from scipy.optimize import linear_sum_assignment
 from sklearn.cluster import KMeans
 from sklearn.metrics import silhouette_score
@@ -339,16 +339,13 @@ def test_usnids_losses(tiny_flags, monkeypatch):
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
-    """Flags of the demo corpus with the real encoder, pre-trained for the methods that start from that, and k-means on both."""
-    folder = tmp_path_factory.mktemp("demo")
-    task = {"dataset": "demo", "gamma": 10.0, "data_dir": str(folder / "data")}
-    words = [word for key, value in task.items() for word in (f"--{key}", value)]
-    script("make_lt_data.py", *words)
-    script("pretrain.py", *words, "--out_dir", folder / "out", "--encoder", "minilm", "--epochs", 5)
-    flags = {**task, "encoder": "minilm", "out_dir": str(folder / "out")}
-    method("kmeans", **flags)
-    method("kmeans", **flags, features="pretrained", tag="pretrained")
-    return flags
+    return pretrained_demo(tmp_path_factory.mktemp("demo"), seed=0, epochs=5)
+
+
+def real(name, demo, **flags):
+    """method, with the real encoder."""
+    with kept_passes():
+        method(name, **demo, encoder="minilm", **flags)
 
 
 def clustered(demo, name):
@@ -362,6 +359,8 @@ def clustered(demo, name):
 @pytest.fixture(scope="module")
 def start_acc(demo):
     """T of the features that the methods start from: of the encoder as it comes, and of pretrain.py."""
+    real("kmeans", demo)
+    real("kmeans", demo, features="pretrained", tag="pretrained")
     return {name: clustered(demo, name) for name in ("kmeans", "kmeans_pretrained")}
 
 
@@ -373,8 +372,8 @@ def test_each_method_whole_with_the_real_encoder(demo, start_acc, name, capsys):
     that start from there are only asked to do no harm. DeepAligned has its own pre-training, of at most 100 epochs,
     which its patience ends: with one batch each, fewer would be all warm-up.
     """
-    short = {"deepaligned": {"pretrain_epochs": 100, "patience": 3}, "usnid": {"pretrain_epochs": 3}}.get(name, {})
-    method(name, **demo, epochs=2, **short)
+    short = {"deepaligned": {"pretrain_epochs": 100, "patience": 3}, "usnid": {"pretrain_epochs": 2}}.get(name, {})
+    real(name, demo, epochs=2, **short)
     start = "kmeans_pretrained" if name in ("clnn", "dpn", "latentem") else "kmeans"
     results, plain = (json.loads((Path(demo["out_dir"]) / f"demo_g10_s0_{which}/results.json").read_text())
                       for which in (name, "kmeans"))
@@ -406,7 +405,7 @@ def test_each_method_whole_with_the_real_encoder(demo, start_acc, name, capsys):
     assert found > start_acc[start] - 3
     check_protocol_c(Path(demo["out_dir"]) / f"demo_g10_s0_{name}", demo, results)
     capsys.readouterr()
-    method(name, **demo, epochs=2, **short)
+    real(name, demo, epochs=2, **short)
     assert "skipped" in capsys.readouterr().out
 
 
@@ -426,8 +425,8 @@ class KilledError(Exception):
     pass
 
 
-@pytest.fixture(scope="module")
-def tiny_flags(tiny_run, tiny_encoder):
+@pytest.fixture
+def tiny_flags(tiny_run, tiny_encoder, short_ends):
     """Flags that finish in seconds: the tiny corpus, the tiny encoder, what pretrain.py made of them."""
     task = dict(zip((word.lstrip("-") for word in map(str, tiny_run[0][::2])), tiny_run[0][1::2]))
     folders = {key: str(task[key]) for key in ("data_dir", "out_dir")}
@@ -560,9 +559,9 @@ def test_bad_flags_end_in_one_line(tiny_flags, tiny_run):
 
 
 def test_the_seeded_end_is_what_imbanid_starts_from(demo):
-    method("kmeans", **demo, features="pretrained", semi_supervised=True, tag="seeded")
-    task = {key: value for key, value in demo.items() if key != "encoder"}
-    train_imbanid.main(train_imbanid.Args(**task, epochs=0, tag="no_training"))
+    real("kmeans", demo, features="pretrained", semi_supervised=True, tag="seeded")
+    with kept_passes():
+        train_imbanid.main(train_imbanid.Args(**demo, epochs=0, tag="no_training"))
     seeded, start = (json.loads((Path(demo["out_dir"]) / f"demo_g10_s0_{tag}/results.json").read_text())
                      for tag in ("kmeans_seeded", "no_training"))
     assert seeded["test_seeded"] == start["test"]

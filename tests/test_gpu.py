@@ -1,5 +1,6 @@
 """That every tensor lies where it should, shown on a pretended GPU (pretend_gpu.py)."""
 import importlib
+import shutil
 
 import numpy as np
 import pytest
@@ -89,8 +90,9 @@ def test_a_batch_on_a_gpu_is_that_on_the_cpu(monkeypatch, tmp_path, mpnet):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_compared_methods_on_a_gpu(monkeypatch, tiny_run, tiny_encoder, tmp_path, name):
+def test_the_compared_methods_on_a_gpu(monkeypatch, tiny_run, tiny_encoder, tmp_path, short_ends, name):
     """They end. Where their numbers lie is what is asked here, not what they are."""
+    shutil.copytree(tiny_run[1] / "out/demo_g4_s0", tmp_path / "demo_g4_s0")
     module = importlib.import_module(f"baselines.{name}")
     task = (*tiny_run[0][:-1], tmp_path, "--encoder", tiny_encoder, "--max_length", 32, "--dtype", "float32")
     flags = ("--semi_supervised",) if name == "kmeans" else ("--epochs", 2)

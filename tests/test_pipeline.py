@@ -1,4 +1,6 @@
 """run_all.sh as a user calls it, README against the files, and the style check."""
+import contextlib
+import io
 import json
 import os
 import re
@@ -8,9 +10,10 @@ import subprocess
 import sys
 import time
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
-from conftest import PATIENCE, REPO, one_line_error, script
+from conftest import PATIENCE, REPO, kept_passes, one_line_error, pretrained_demo, script
 
 import pretrain
 import train_imbanid
@@ -151,13 +154,11 @@ def test_ctrl_c_is_said_below_what_torchrun_says_of_it(tmp_path):
 
 @pytest.fixture(scope="module")
 def real_minilm_run(tmp_path_factory):
-    """The real encoder on the real demo corpus, shortened: the stages one by one, in a folder of their own."""
-    folder = tmp_path_factory.mktemp("minilm")
-    task = ("--dataset", "demo", "--gamma", 10, "--seed", 5, "--data_dir", folder / "data")
-    script("make_lt_data.py", *task)
-    script("pretrain.py", *task, "--out_dir", folder / "out", "--encoder", "minilm", "--epochs", 3)
-    done = script("train_imbanid.py", *task, "--out_dir", folder / "out", "--epochs", 2, "--min_steps", 0)
-    return folder / "out/demo_g10_s5", done.stdout
+    """The real encoder on the bundled corpus, shortened: (folder, what train_imbanid.py says)."""
+    task = pretrained_demo(tmp_path_factory.mktemp("minilm"), seed=5, epochs=3)
+    with kept_passes(), contextlib.redirect_stdout(io.StringIO()) as said:
+        train_imbanid.main(train_imbanid.Args(**task, epochs=2, min_steps=0))
+    return Path(task["out_dir"]) / "demo_g10_s5", said.getvalue()
 
 
 def test_the_real_encoder_learns_something(real_minilm_run):
@@ -175,13 +176,13 @@ def test_the_real_encoder_learns_something(real_minilm_run):
     assert f"{results['test']['ACC']:.2f}" in said
 
 
-def test_on_two_threads_the_same_seed_gives_the_same_bytes(real_minilm_run):
-    out, ends = real_minilm_run[0], []
-    task = ("--dataset", "demo", "--gamma", 10, "--seed", 5, "--data_dir", out.parents[1] / "data", "--out_dir", out.parent)
+def test_on_two_threads_the_same_seed_gives_the_same_bytes(tiny_run, tmp_path):
+    task, ends = (*tiny_run[0][:-1], tmp_path), []
+    script("pretrain.py", *task, "--encoder", "minilm", "--epochs", 1)
     for tag in ("threads", "threads_again"):
-        words = (*task, "--epochs", 1, "--min_steps", 0, "--swaps", 20, "--tag", tag)
+        words = (*task, "--epochs", 2, "--min_steps", 0, "--swaps", 20, "--tag", tag)
         script("train_imbanid.py", *words, env={"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"})  # of busy cores
-        ends.append(out.with_name(f"{out.name}_{tag}"))
+        ends.append(tmp_path / f"demo_g4_s0_{tag}")
     assert json.loads((ends[0] / "results.json").read_text())["threads"] == 2
     for name in ("test_pred.npy", "pseudo_label.npy", "confidence.npy", "beta.npy", "train_feature.npy", "test_feature.npy"):
         assert (ends[0] / name).read_bytes() == (ends[1] / name).read_bytes(), name
