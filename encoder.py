@@ -13,11 +13,8 @@ import tempfile
 from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
-from pickle import UnpicklingError
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from torch import nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 from tqdm import tqdm
@@ -172,21 +169,31 @@ def load_masked_lm(name):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         model, loaded = AutoModelForMaskedLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False,
                                                              output_loading_info=True)
-        # Looks up the parts that Encoder uses, so that a model without one of them fails here, with an AttributeError.
-        attrgetter("attention.self.query", "attention.output", "intermediate", "output")(bert_layers(model.base_model)[-1])
-        attrgetter("embeddings.position_embeddings.num_embeddings")(model.base_model)
         lacking = sorted(name for name in loaded["missing_keys"] if name.startswith(f"{model.base_model_prefix}."))
         if lacking:  # transformers draws them at random, as is right for a head, which not every model folder has
             raise ValueError(f"its file lacks {len(lacking)} weights, {lacking[0]} the first")
+        if getattr(model.config, "position_embedding_type", "absolute") not in ("absolute", None):
+            raise ValueError("its positions are relative, which transformers leaves out")
+        tokenizer(["any text"])  # without some of its files this is where it fails
+        last, tokens = max(tokenizer.get_vocab().values(), default=0), len(model.get_input_embeddings().weight)
         if tokenizer.unk_token_id is None:
             raise ValueError("its tokenizer has no unknown token")
-        if len(tokenizer) > len(model.get_input_embeddings().weight):
-            raise ValueError(f"its tokenizer has {len(tokenizer)} tokens, the model {len(model.get_input_embeddings().weight)}")
-    except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError, EOFError, SafetensorError, UnpicklingError,
-            StrictDataclassError) as err:
-        raise UserError(f"--encoder {name} cannot be loaded ({quoted(err)}): pass --encoder minilm, which comes with "
+        if last < len(tokenizer.all_special_ids):
+            raise ValueError("its tokenizer knows no word: its files are not in the folder")
+        if last >= tokens:
+            raise ValueError(f"its tokenizer has a token with id {last}, the model {tokens} tokens")
+        if tokenizer.model_max_length < 3:
+            raise ValueError("its tokenizer leaves no word between a text's first and last token")
+    except MemoryError:
+        raise
+    except Exception as err:  # of whatever a file can hold; the tokenizers library has no class of its own for any
+        reason = quoted(err) or type(err).__name__
+        raise UserError(f"--encoder {name} cannot be loaded ({reason}): pass --encoder minilm, which comes with "
                         "requirements.txt, or the path of a downloaded model folder, as seen from where you are") from None
-    except AttributeError:
+    try:  # the parts that Encoder uses
+        attrgetter("attention.self.query", "attention.output", "intermediate", "output")(bert_layers(model.base_model)[-1])
+        attrgetter("embeddings.position_embeddings.num_embeddings")(model.base_model)
+    except (AttributeError, IndexError):
         raise UserError(f"--encoder {name} is not BERT-like (other layers): pass a BERT, a RoBERTa or an MPNet") from None
     return tokenizer, model
 
@@ -309,8 +316,9 @@ class Encoder(nn.Module):
             x = model.embeddings(input_ids=ids[None])[0]
             for layer in layers:
                 x = self.run_layer(layer, x, torch.tensor([len(ids)]))
-            alike = torch.allclose(x, model(input_ids=ids[None]).last_hidden_state[0], rtol=1e-3, atol=1e-3)
-        except (RuntimeError, IndexError, TypeError, AttributeError, ValueError):
+            theirs = model(input_ids=ids[None], return_dict=True).last_hidden_state[0]
+            alike = torch.allclose(x, theirs, rtol=1e-3, atol=1e-3)
+        except Exception:  # of whatever model that has parts of these names
             alike = False
         if not alike:
             raise UserError(f"--encoder {name} is not BERT-like (its layers work otherwise): pass bert-base-uncased or minilm")
@@ -435,7 +443,7 @@ class Encoder(nn.Module):
         part.bias = nn.Parameter(whole.bias[ids].detach().clone())
         model.set_output_embeddings(part)
         self.mlm_head = nn.ModuleList(m for m in model.children() if m is not model.base_model)
-        self._word = torch.zeros(len(self.tokenizer), dtype=torch.int64, device=self.device)
+        self._word = torch.zeros(len(whole.weight), dtype=torch.int64, device=self.device)
         self._word[ids] = torch.arange(len(ids), device=self.device)
 
     def mlm_loss(self, hidden, rows, target):
@@ -461,7 +469,7 @@ class Encoder(nn.Module):
     def mask_tokens(self, tokens, generator):
         """BERT's masking (15 %, of which 80 % [MASK], 10 % random, 10 % kept). Returns Packed ids and Packed targets."""
         if self.tokenizer.mask_token_id is None:
-            raise UserError("the tokenizer of --encoder has no mask token: pass another encoder, or --no_mlm")
+            raise UserError("the tokenizer of --encoder has no mask token: pass another encoder, or pretrain.py --no_mlm")
         collator = DataCollatorForLanguageModeling(self.tokenizer, mlm_probability=0.15)
         collator.generator = generator  # its own `seed` is only read when it collates whole batches
         ids, target = collator.torch_mask_tokens(tokens.values.cpu().clone()[None],

@@ -168,7 +168,7 @@ def own_name(dataset):
     """What a table of one's own is called in folder names: my_utterances for ~/Inbox/my_utterances.csv or for itself."""
     path = Path(dataset)
     name = re.sub(r"[^\w-]+", "_", path.stem if path.suffix.lower() in TABLE_ENDINGS else path.name)
-    return f"{name}_own" if re.fullmatch(f"({'|'.join(CORPORA)})(_g[0-9_]*)?", name) else name
+    return f"{name}_own" if re.fullmatch(f"({'|'.join(map(re.escape, CORPORA))})(_g[0-9_]*)?", name) else name
 
 
 def run_name(dataset, gamma, seed, known_ratio=0.75, labeled_ratio=0.1):
@@ -247,7 +247,18 @@ def read_rows(path):
         raise UserError(f"{path}, line {reader.line_num}: broken quoting ({err})") from None
     if len(rows) < 2:
         raise UserError(f"{path} is empty: expected a header line and rows of text <tab> label")
+    if [name.strip().lower() for name in rows[0]] != ["text", "label"]:
+        raise UserError(f"{path}, line 1: expected the header text <tab> label, which would not be taken for a row")
     return rows[1:]
+
+
+def warn_unless_published(dataset, split, sha256, path, raw_dir):
+    """Says so where a file of the paper's corpora, here at path, is another one than was published."""
+    home, expected = CORPORA[dataset][1:]
+    if expected and sha256 != expected[split]:
+        again = "" if raw_dir or not home else "; remove it and what was made from it to download it again"
+        print(f"warning: {path} is not the published file (sha256 {sha256[:12]}...): figures made from it are not comparable "
+              f"with the paper's{again}", file=sys.stderr)
 
 
 def raw_corpus(dataset, raw_dir, mirror):
@@ -263,9 +274,11 @@ def raw_corpus(dataset, raw_dir, mirror):
             download(f"{mirror.rstrip('/')}/{home}/{split}.tsv", path, expected[split])
         rows[split] = read_rows(path)
         sha[split] = file_sha256(path)
-        if expected and sha[split] != expected[split]:
-            print(f"warning: {path} is not the published file (sha256 {sha[split][:12]}...): figures made from it are not "
-                  "comparable with the paper's", file=sys.stderr)
+        warn_unless_published(dataset, split, sha[split], path, raw_dir)
+        long = [text for text, _ in rows[split] if "\n" in text]
+        if long and not expected:
+            print(f"{path}: {len(long)} text(s) of several lines, the first {quoted(long[0])!r}: if they are several rows, a "
+                  "quote there is not closed", file=sys.stderr)
         if dataset == "stackoverflow":
             try:
                 rows[split] = [[text, STACKOVERFLOW_NAMES[label]] for text, label in rows[split]]
@@ -921,6 +934,7 @@ def main(args):
             raw = Path(args.raw_dir or "data/raw") / args.dataset / f"{split}.tsv"
             if raw.exists() and file_sha256(raw) != sha:
                 raise UserError(f"{folder} was made from another {raw} than the one that is there now: remove {folder}")
+            warn_unless_published(args.dataset, split, sha, raw, args.raw_dir)
         print(f"{folder} is there already, made with the same settings: skipped")
         print_table_row(meta)
         return

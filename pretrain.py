@@ -587,7 +587,7 @@ def read_texts(args, texts, device, dtype, out, rank, world):
     unknown = unknown[unknown | ~encoder.special(tokens["train"])].float()  # the unknown token is one of the special ones
     if long.any() and rank == 0:
         print(f"{int(long.sum())} text(s) of {encoder.max_length} tokens or more: read up to there (--max_length)")
-    if unknown.mean() > 0.95:
+    if not unknown.mean() <= 0.95:  # or there is no token at all
         raise UserError(f"--encoder {args.encoder} knows hardly any of the words of these texts: it is for another language, "
                         "or its folder lacks the tokenizer's files")
     if unknown.mean() > 0.05 and rank == 0:

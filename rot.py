@@ -59,8 +59,8 @@ def relaxed_ot(log_p, lambda1=0.05, lambda2=2.0, *, row=None, prior=None, penalt
     Returns RotResult. Raises ValueError, naming the argument, for one out of range, or if a row or a column of log_p has no
     finite score (under kl such a column stays empty). Warns if it did not converge: where fixed shares cannot be met; now and
     then from an init far off, or under reverse_kl if lambda1 is 1e5 times smaller than the scores, or if the prior spans six
-    decades (with solver "sinkhorn" five) and lambda2 is not far above lambda1. A larger max_iter helps then, or a start from
-    the solution at a larger lambda2.
+    decades (with solver "sinkhorn" five) and lambda2 is not far above lambda1. Mostly a larger max_iter helps then, or as init
+    the potential that the other solver finds, or that of a larger lambda2.
     """
     lambda2 = 1.0 if penalty == "equality" else lambda2  # equality does not use it: any value may be passed
     log_p, alpha, prior, g = _check(log_p, lambda1, lambda2, row, prior, penalty, solver, init)
@@ -355,7 +355,7 @@ def _newton_at(problem, g, state, tol, max_iter):
     for n_iter in range(max_iter + 1):
         value, q, beta, residual = state
         grad, residual = beta - q, float(residual)
-        if residual <= tol or n_iter == max_iter:
+        if not residual > tol or n_iter == max_iter:  # NaN, where numbers have run out, stays
             return g, n_iter, residual
         if not residual < 0.06 * before:
             # The constant shift of g is the one flat direction; a rank-one term along it makes the system definite. The

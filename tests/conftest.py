@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from forked import REPO, run_forked
+from xdist.scheduler import LoadScopeScheduling
 
 sys.path.insert(0, str(REPO))
 for name in ("SEED", "SEEDS", "NPROC", "KNOWN_RATIO", "ENCODER"):  # of run_all.sh, as somebody's shell may have them
@@ -133,11 +134,14 @@ def pytest_configure(config):
             forkserver.ensure_running()
 
 
-def pytest_collection_modifyitems(items):
-    """Tests that share what takes minutes to make run in one process, which makes it once."""
-    for item in items:
-        for name in {"demo", "real_minilm_run", "own_run"} & set(item.fixturenames):
-            item.add_marker(pytest.mark.xdist_group(name))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Of the files whose tests share what takes long to make, each runs in one process, which makes it once."""
+    class BySharedFixtures(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file = nodeid.split("::")[0]
+            return file if file.endswith(("test_baselines.py", "test_own.py", "test_pipeline.py")) else nodeid
+    return BySharedFixtures(config, log)
 
 
 @pytest.fixture(scope="session")

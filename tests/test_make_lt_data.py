@@ -200,9 +200,22 @@ def append(what):
     (lambda p: p.write_bytes(b"text\tlabel\n"), ["empty"]), (append(b"one column\n"), ["line 322", "1 column"]),
     (append(b"a\tb\tc\n"), ["3 column"]), (append(b" \tcheck\n"), ["empty text"]), (append(b"hello\t\n"), ["empty label"]),
     (append(b"\xff\xfe\tx\n"), ["line 322", "UTF-8"]), (append(b"a\0b\tx\n"), ["NUL"]),
-    (append(b'"open\tx\n'), ["quoting"])])
+    (append(b'"open\tx\n'), ["quoting"]), (lambda p: p.write_bytes(p.read_bytes().split(b"\n", 1)[1]), ["line 1", "header"])])
 def test_broken_raw_files(tmp_path, tiny_raw, change, words):
     one_line_error(broken(tmp_path, tiny_raw, change), "train.tsv", *words)
+
+
+def test_a_quote_that_swallows_rows_is_told(tmp_path, tiny_raw):
+    done = broken(tmp_path, tiny_raw, append(b'"open the door\tx\nhello\tx\nI said "please"\tx\n'.replace(b'd "p', b'd p')))
+    assert done.returncode == 0 and "train.tsv: 1 text(s) of several lines, the first 'open the door\\tx'" in done.stderr
+
+
+def test_a_corpus_that_is_not_the_published_one_is_told_each_time(tmp_path, tiny_raw, monkeypatch, capsys):
+    monkeypatch.setitem(CORPORA, "demo", ("demo-LT", "", dict.fromkeys(("train", "dev", "test"), "0" * 64)))
+    words = ("--dataset", "demo", "--gamma", "4", "--raw_dir", str(tiny_raw), "--data_dir", str(tmp_path))
+    for _ in range(2):
+        make_lt_data.main(parse_args(make_lt_data.Args, [*words]))
+        assert capsys.readouterr().err.count("is not the published file") == 3
 
 
 def test_fewer_test_rows_than_classes(tmp_path, tiny_raw):

@@ -241,6 +241,9 @@ def test_a_prior_that_nothing_can_meet_is_said_to_be_out_of_reach():
     with pytest.warns(RuntimeWarning, match="stopped at residual"):
         prior = torch.tensor([1e-300] * 4 + [1.0], dtype=torch.float64)
         assert not relaxed_ot(scores(K=5), prior=prior, max_iter=20).converged
+    with pytest.warns(RuntimeWarning, match="residual nan"):
+        prior = torch.tensor([1e-300] + [1.0] * 6, dtype=torch.float64)
+        assert relaxed_ot(scores(K=7), prior=prior).n_iter < 100, "there is nothing to go on from"
 
 
 def test_scores_that_carry_a_gradient_are_taken_as_numbers(monkeypatch):

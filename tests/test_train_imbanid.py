@@ -1120,6 +1120,43 @@ def test_an_encoder_without_an_unknown_or_a_mask_token(tiny_encoder, tmp_path):
             encoder.mask_tokens(encoder.tokenize(TEXTS), torch.Generator())
 
 
+def test_an_encoder_without_its_tokenizers_files_or_with_odd_ones(tiny_encoder, tmp_path):
+    """transformers makes a tokenizer of nothing, for some families one that knows no word and says nothing of it."""
+    from transformers import RobertaConfig, RobertaForMaskedLM
+    size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    RobertaForMaskedLM(RobertaConfig(vocab_size=99, **size)).save_pretrained(tmp_path / "roberta")
+    make_encoder(tmp_path / "mpnet", mpnet=True)
+    for path in (tmp_path / "mpnet").glob("*token*"):
+        path.unlink()
+    for name, file, key, value in (("reads_2", "tokenizer_config.json", "model_max_length", 2),
+                                   ("relative", "config.json", "position_embedding_type", "relative_key"),
+                                   ("tuples", "config.json", "return_dict", False)):
+        path = shutil.copytree(tiny_encoder, tmp_path / name) / file
+        path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    for name, reason in (("roberta", "its tokenizer knows no word"), ("mpnet", "cannot be loaded .WordPiece error"),
+                         ("reads_2", "its tokenizer leaves no word"), ("relative", "its positions are relative")):
+        with pytest.raises(UserError, match=reason):
+            Encoder(str(tmp_path / name), 32, torch.device("cpu"), torch.float32)
+    Encoder(str(tmp_path / "tuples"), 32, torch.device("cpu"), torch.float32)
+
+
+def test_an_encoder_whose_vocabulary_has_a_line_twice(tiny_encoder, tmp_path):
+    """The last token's id is above the number of different tokens then."""
+    folder = shutil.copytree(tiny_encoder, tmp_path / "twice")
+    vocab = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    for path in folder.glob("*token*"):
+        path.unlink()
+    words = sorted(vocab, key=vocab.get)
+    (folder / "vocab.txt").write_text("\n".join(words[:-2] + 2 * [words[-2]]) + "\n", encoding="utf-8")
+    encoder = Encoder(str(folder), 32, torch.device("cpu"), torch.float32)
+    tokens = encoder.tokenize([words[-2]] * 20)
+    assert int(tokens.values.max()) == len(encoder.tokenizer), "of no other kind than this test is about"
+    encoder.limit_vocabulary(tokens)
+    masked, target = encoder.mask_tokens(tokens, torch.Generator().manual_seed(0))
+    loss, count = encoder.mlm_loss(encoder.trunk(masked), torch.arange(20), target)
+    assert count > 0 and loss.isfinite()
+
+
 def test_an_encoder_that_works_otherwise(tiny_encoder, tmp_path):
     """Layers of BERT's names that norm first, or embeddings of another width, would be computed wrongly."""
     from transformers import (
