@@ -186,7 +186,7 @@ def load_masked_lm(name):
             raise ValueError("its tokenizer leaves no word between a text's first and last token")
     except MemoryError:
         raise
-    except Exception as err:  # of whatever a file can hold; the tokenizers library has no class of its own for any
+    except Exception as err:  # files can be wrong in any way, and the tokenizers library has no class of its own for any
         reason = quoted(err) or type(err).__name__
         raise UserError(f"--encoder {name} cannot be loaded ({reason}): pass --encoder minilm, which comes with "
                         "requirements.txt, or the path of a downloaded model folder, as seen from where you are") from None
@@ -318,7 +318,7 @@ class Encoder(nn.Module):
                 x = self.run_layer(layer, x, torch.tensor([len(ids)]))
             theirs = model(input_ids=ids[None], return_dict=True).last_hidden_state[0]
             alike = torch.allclose(x, theirs, rtol=1e-3, atol=1e-3)
-        except Exception:  # of whatever model that has parts of these names
+        except Exception:  # parts of these names may want anything
             alike = False
         if not alike:
             raise UserError(f"--encoder {name} is not BERT-like (its layers work otherwise): pass bert-base-uncased or minilm")
