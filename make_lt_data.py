@@ -222,7 +222,7 @@ def as_cell(value):
 
 
 def read_rows(path):
-    """The (text, label) rows of one raw file: tab separated, quoted as the csv module reads it, below the header text, label."""
+    """The (text, label) rows of a raw file: tab separated, quoted as the csv module reads it, below the header text, label."""
     try:
         raw = path.read_bytes()
     except FileNotFoundError:

@@ -128,10 +128,11 @@ def one_line_error(done, *words):
         assert word in lines[0], (word, lines[0])
 
 
-def pytest_configure(config):
-    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):  # not where others run the tests
-        with contextlib.chdir(REPO):  # where it looks for the modules
-            forkserver.ensure_running()
+@pytest.fixture(scope="session", autouse=True)
+def _forkserver():
+    """What Started forks from; not started by the process that only hands out the tests to others."""
+    with contextlib.chdir(REPO):  # where it looks for the modules
+        forkserver.ensure_running()
 
 
 @pytest.hookimpl(optionalhook=True)
