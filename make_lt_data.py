@@ -248,7 +248,7 @@ def read_rows(path):
     if len(rows) < 2:
         raise UserError(f"{path} is empty: expected a header line and rows of text <tab> label")
     if [name.strip().lower() for name in rows[0]] != ["text", "label"]:
-        raise UserError(f"{path}, line 1: expected the header text <tab> label, which would not be taken for a row")
+        raise UserError(f"{path}, line 1: expected the header text <tab> label: put it above the rows")
     return rows[1:]
 
 

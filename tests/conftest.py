@@ -137,7 +137,10 @@ def _forkserver():
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Of the files whose tests share what takes long to make, each runs in one process, which makes it once."""
+    """Of the files whose tests share what takes long to make, each runs in one process, which makes it once.
+
+    xdist 3.8's own groups do nothing under pytest 9.2, which keeps a test's name where they do not write it.
+    """
     class BySharedFixtures(LoadScopeScheduling):
         def _split_scope(self, nodeid):
             file = nodeid.split("::")[0]

@@ -206,7 +206,7 @@ def test_broken_raw_files(tmp_path, tiny_raw, change, words):
 
 
 def test_a_quote_that_swallows_rows_is_told(tmp_path, tiny_raw):
-    done = broken(tmp_path, tiny_raw, append(b'"open the door\tx\nhello\tx\nI said "please"\tx\n'.replace(b'd "p', b'd p')))
+    done = broken(tmp_path, tiny_raw, append(b'"open the door\tx\nhello\tx\nI said please"\tx\n'))
     assert done.returncode == 0 and "train.tsv: 1 text(s) of several lines, the first 'open the door\\tx'" in done.stderr
 
 
