@@ -31,7 +31,7 @@ from pathlib import Path
 import numpy as np
 from scipy.stats import ttest_rel
 
-from make_lt_data import CORPORA, TASK, UserError, own_table, plain_text, run_name, run_script, write_atomic
+from make_lt_data import CORPORA, TASK, UserError, own_table, plain_text, read_clusters, run_name, run_script, write_atomic
 
 # The paper's Table 2, ImbaNID's row: {(dataset, gamma): (ACC, NMI, ARI)}.
 PAPER = {("clinc", 1): (95.64, 97.26, 91.78), ("clinc", 3): (90.44, 95.60, 85.36),
@@ -216,6 +216,11 @@ def markdown(columns, rows):
     if not rows:
         return ""
     return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in (columns, ["---"] * len(columns), *rows))
+
+
+def with_encoder(title, encoder):
+    """title, with the encoder where it is another than the one of most tables, which these therefore do not name."""
+    return title if encoder == "minilm" else f"{title}, {Path(encoder).name}"
 
 
 def own_runs(folder):
@@ -415,10 +420,10 @@ def overview(folder, numbers):
     """
     groups, rows = compared(folder), []
     titles = list(dict.fromkeys(title for *_, by_method in groups for title in by_method if not title.endswith((HELD, CUT))))
-    for (dataset, gamma, _), seeds, by_method in groups:
+    for (dataset, gamma, encoder), seeds, by_method in groups:
         found = {title: numbers(runs) for title, runs in by_method.items() if title in titles}
         best = [np.max(column) for column in zip(*found.values())]  # unrounded; NaN, and so none, where a method has none
-        rows.append([CORPORA[dataset][0], f"{gamma:g}", " ".join(map(str, seeds))])
+        rows.append([with_encoder(CORPORA[dataset][0], encoder), f"{gamma:g}", " ".join(map(str, seeds))])
         rows[-1] += [" / ".join("-" if np.isnan(x) else f"**{x:.1f}**" if x == top else f"{x:.1f}"
                                 for x, top in zip(found.get(title, [np.nan]), best)) for title in titles]
     return rows, titles
@@ -441,8 +446,8 @@ def leads_table(folder="results"):
     """baselines/README.md's table of what ImbaNID has above, or below, the best of the six and the best k-means row."""
     leads = {("test", "ACC"): "C", ("test", "tail"): "tail (C)", ("test_kmeans", "ACC"): "T"}
     rows, kinds = [], {"the six": PAPER_METHODS, "k-means": ("kmeans",)}
-    for (dataset, gamma, _), seeds, by_method in compared(folder):
-        cells = [CORPORA[dataset][0], f"{gamma:g}", " ".join(map(str, seeds))]
+    for (dataset, gamma, encoder), seeds, by_method in compared(folder):
+        cells = [with_encoder(CORPORA[dataset][0], encoder), f"{gamma:g}", " ".join(map(str, seeds))]
         for row, column in leads:
             ours = scores_of(by_method.get("ImbaNID", ()), row, column)
             for methods in kinds.values():
@@ -478,27 +483,28 @@ def ends_table(folder="results"):
             found.append((key, seeds, scores_of(by_method["ImbaNID"], "test"), runs))
             seeded |= runs
     rows, titles = [], [title for title, _ in sorted(seeded.items(), key=title_place)]
-    for (dataset, gamma, _), seeds, ours, runs in found:
+    for (dataset, gamma, encoder), seeds, ours, runs in found:
         means = {title: [scores_of(of, row).mean() for row in ("test", "test_held", "test_seeded")]
                  for title, of in runs.items()}
         cells = [" / ".join("-" if np.isnan(x) else f"{x:.1f}" for x in means.get(title, [np.nan])) for title in titles]
         others = {title: scores_of(of, "test_seeded") for title, of in runs.items() if of[0]["method"] != "kmeans"}
-        rows.append([CORPORA[dataset][0], f"{gamma:g}", " ".join(map(str, seeds)), *cells, f"{ours.mean():.1f}",
-                     lead(ours, others)])
+        rows.append([with_encoder(CORPORA[dataset][0], encoder), f"{gamma:g}", " ".join(map(str, seeds)), *cells,
+                     f"{ours.mean():.1f}", lead(ours, others)])
     return markdown(("corpus", "gamma", "seeds", *titles, "ImbaNID", "its lead over the best seeded"), rows)
 
 
 def methods_table(folder="results"):
     """baselines/README.md's table of all there is to the compared methods. Empty where nothing can be compared."""
     rows = []
-    for (dataset, gamma, _), seeds, by_method in compared(folder, more=True):
+    for (dataset, gamma, encoder), seeds, by_method in compared(folder, more=True):
         for title, runs in by_method.items():
             if CUT in title:
                 continue  # other_settings_table has them
             cells = dict(zip(METHOD_COLUMNS, method_cells(runs)), paper=paper_acc(runs[0]["method"], dataset, gamma))
             if title.endswith(HELD):
                 cells |= {"ACC (T)": "", "paper": ""}  # T is that of the row above
-            rows.append([CORPORA[dataset][0], f"{gamma:g}", title, " ".join(map(str, seeds)), *cells.values()])
+            rows.append([with_encoder(CORPORA[dataset][0], encoder), f"{gamma:g}", title, " ".join(map(str, seeds)),
+                         *cells.values()])
     columns = "corpus", "gamma", "method", "seeds", *METHOD_COLUMNS, "paper (BERT), ACC"
     return markdown(columns, rows)
 
@@ -526,12 +532,12 @@ def other_settings_table(folder="results"):
             sides = groups.setdefault((*key, seeds), [[plain[seed] for seed in seeds]])
             sides.append([by_seed[seed] for seed in seeds])
     for key in sorted(groups, key=lambda key: (method_place(key[0]), list(CORPORA).index(key[1]), key[2])):
-        (_, dataset, gamma, _, seeds), sides = key, groups[key]
+        (_, dataset, gamma, encoder, seeds), sides = key, groups[key]
         first = sides[0][0]["config"]
         configs = [first | runs[0]["config"] for runs in sides]  # an older file may lack a flag
         flags = [flag for flag in first if flag != "pretrain" and any(config[flag] != first[flag] for config in configs)]
-        rows += [[method_title(sides[0][0]), CORPORA[dataset][0], f"{gamma:g}", " ".join(map(str, seeds)),
-                  " ".join(f"--{flag} {config[flag]}" for flag in flags), *method_cells(runs),
+        rows += [[method_title(sides[0][0]), with_encoder(CORPORA[dataset][0], encoder), f"{gamma:g}",
+                  " ".join(map(str, seeds)), " ".join(f"--{flag} {config[flag]}" for flag in flags), *method_cells(runs),
                   f"{mean_of(runs, 'test_held'):.2f}" if all("test_held" in run for run in runs) else "",
                   f"{mean_of(runs, 'ss_kmeans_raw'):.2f}"]
                  for runs, config in zip(sides, configs)]
@@ -581,7 +587,7 @@ def settings_table(folder="results"):
         for title, by_value in on_shared_seeds(varied(runs, key)):
             for value, found in by_value.items():
                 K = sorted({run["num_classes"] for run in found})
-                rows.append([key, title, value if key != "num_classes" else value or "true",
+                rows.append([key, with_encoder(title, found[0]["encoder"]), value if key != "num_classes" else value or "true",
                              " ".join(map(str, K if len(K) == 1 else [run["num_classes"] for run in found])),
                              " ".join(str(run["seed"]) for run in found),
                              *method_cells(found)[:6], f"{mean_of(found, 'ss_kmeans_raw'):.2f}"])
@@ -595,6 +601,7 @@ def dev_table(folder="results"):
     ACC under C of each seed, then the mean difference to the runs of tag "default" over all splits, with a paired t-test.
     """
     runs, rows = [run for run in read_kept(Path(folder) / "dev") if run["method"] == "imbanid"], []
+    corpora = [dataset for dataset in CORPORA if any(run["dataset"] == dataset for run in runs)]
     default = {(run["encoder"], run["dataset"], run["gamma"], run["seed"]): run for run in runs if run["tag"] == "default"}
     by_setting = {}
     for run in sorted(runs, key=lambda run: run["tag"] != "default"):
@@ -607,13 +614,13 @@ def dev_table(folder="results"):
     for (encoder, title), found in by_setting.items():
         splits = in_order(found)
         cells = [", ".join(f"{found[split][0]['test']['ACC']:.1f}" for split in splits if split[0] == dataset)
-                 for dataset in PAPER_CORPORA]
+                 for dataset in corpora]
         for row in ("test", "test_kmeans"):
             both = np.array([[run[row]["ACC"] for run in found[split]] for split in splits]).T
             p = paired_test(*both)
             cells.append(f"{(both[0] - both[1]).mean():+.2f}{p and f' ({p})'}" if title != "the defaults" else "")
-        rows.append([title if encoder == "minilm" else f"{Path(encoder).name}: {title}", *cells])
-    return markdown(("setting, on dev with hidden classes", *(CORPORA[dataset][0] for dataset in PAPER_CORPORA),
+        rows.append([with_encoder(title, encoder), *cells])
+    return markdown(("setting, on dev with hidden classes", *(CORPORA[dataset][0] for dataset in corpora),
                      "ACC (C) minus the defaults'", "ACC (T) minus the defaults'"), rows)
 
 
@@ -755,6 +762,7 @@ def class_sizes(run):
     axis.yaxis.set_major_formatter("{x:g}")
     axis.yaxis.set_minor_formatter("")
     axis.locator_params(axis="x", integer=True)
+    axis.set_xlim(0.5, len(counts) + 0.5)
     axis.legend()
     return figure
 
@@ -821,6 +829,7 @@ def epochs(run):
         if scale == "linear":  # so that no change of a tenth looks like a cliff
             axis.set_ylim(values.min() - 1, values.max() + 1)
         axis.locator_params(axis="x", integer=True)
+        axis.set_xlim(0.5, len(log) + 0.5)
         axis.grid(alpha=0.3)
     return figure
 
@@ -944,19 +953,16 @@ def tag_dots(found, _):
 
 
 def cluster_lines(folder):
-    """The rows of a run's clusters.csv, as somebody's spreadsheet may have left it, cells cut to what a page shows."""
-    if not ((folder / "clusters.csv").exists() and (folder / "assignments.csv").exists()):
+    """The rows of a run's clusters.csv, cells cut to what a page shows."""
+    if not (folder / "assignments.csv").exists():
         raise UserError(f"run `python predict.py {folder}` first, which writes clusters.csv and assignments.csv")
-    clusters = [{key: value[:300] for key, value in line.items()} for line in own_table(folder / "clusters.csv")
-                if any(line.values())]  # a spreadsheet may leave an empty one
-    if lacking := {"id", "known", "name", "size", "share", "confidence", "keywords"}.difference(*clusters[:1]):
-        raise UserError(f"{folder}/clusters.csv has no column {min(lacking)}: put it back, or remove the file (and the names "
-                        f"you gave) and run python predict.py {folder}")
-    for number, line in enumerate(clusters, 1):
-        for key in ("id", "size"):
-            if not line[key].isdecimal():
-                raise UserError(f"{folder}/clusters.csv, row {number}: {key} {line[key]!r} is no whole number: put it back")
-        line |= {"id": str(int(line["id"])), **{key: line[key].replace(",", ".") for key in ("share", "confidence")}}
+    clusters = [{key: value[:300] for key, value in line.items()}
+                for line in read_clusters(folder, "known", "size", "share", "confidence", "keywords")]
+    for line in clusters:
+        line |= {key: line[key].replace(",", ".") for key in ("share", "confidence")}
+        for key, number in (("size", r"\d+"), ("share", r"\d+(\.\d+)?"), ("confidence", r"\d+(\.\d+)?")):
+            if not re.fullmatch(number, line[key]):
+                raise UserError(f"{folder}/clusters.csv, id {line['id']}: {key} {line[key]!r} is no number: put it back")
     return clusters
 
 
@@ -970,12 +976,13 @@ def report(run, pictures):
     xy = dict(zip(rows[chosen].tolist(), xy.round(4).tolist()))
     points = [[*xy[row], place[line["cluster"]], line["text"][:300], line["confidence"]]
               for line in own_table(folder / "assignments.csv")
-              if (row := int(line["row"]) - 1) in xy and line["cluster"] in place]
-    known = sum(line["known"] == "yes" for line in clusters)
+              if line["row"] and (row := int(line["row"]) - 1) in xy and line["cluster"] in place]
+    known, new = ({line["name"] for line in clusters if line["known"] == said} for said in ("yes", "no"))
     shown = sum(int(line["size"]) for line in clusters)  # not those of clusters whose lines somebody has deleted
     scored = "dev" if run.get("on_dev") else "test"
-    facts = {"rows": f"{shown:,}" + (f" of {len(rows):,}" if shown < len(rows) else ""), "known intents": known,
-             "new intents": len(clusters) - known, "encoder": html.escape(Path(run["encoder"]).name), "epochs": run["epochs"],
+    facts = {"rows": f"{shown:,}" + (f" of {len(rows):,}" if shown < len(rows) else ""), "known intents": len(known),
+             "new intents": len(new - known), "encoder": html.escape(plain_text(Path(run["encoder"]).name)),
+             "epochs": run["epochs"],
              "minutes": f"{sum(run['seconds'].values()) / 60:.1f}",
              **{f"{scored} {c}": f"{run['test'][c]:.1f} %" for c in COLUMNS[:3] if "test" in run}}
     parts = {"TITLE": html.escape(plain_text(folder.resolve().name)),
@@ -1114,7 +1121,7 @@ def main(words):
     match words:
         case [] | ["mean" | "keep"]:
             raise UserError(USAGE)
-        case ["-h" | "--help", *_]:
+        case _ if {"-h", "--help"} & {*words}:
             print(f"{USAGE}\n\n{__doc__}")
         case ["mean", *folders]:
             print_mean(folders)

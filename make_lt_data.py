@@ -432,6 +432,32 @@ def own_table(path):
         return list(records(file, path))
 
 
+def read_clusters(run, *columns):
+    """The rows of a run's clusters.csv as somebody's spreadsheet may have left it, names in one_form and each id once.
+
+    columns: that must be there beside id and name. A cluster without rows has none, nor one that somebody took out.
+    """
+    path, lines, ids = run / "clusters.csv", [], set()
+    mend = f"mend it (or remove it, and the names you gave: python predict.py {run} writes it anew)"
+    if not path.exists():
+        raise UserError(f"{path} is missing: run python predict.py {run} first, which names the clusters")
+    for number, line in enumerate(own_table(path), 1):
+        if not any(line.values()):  # a spreadsheet may leave an empty one
+            continue
+        if lacking := [name for name in ("id", "name", *columns) if name not in line]:
+            raise UserError(f"{path} has no column {lacking[0]}: {mend}")
+        if not line["id"].isdecimal() or int(line["id"]) in ids:
+            raise UserError(f"{path}, row {number}: id {line['id']!r} is no whole number, or not the first of its kind: {mend}")
+        ids.add(int(line["id"]))
+        line |= {"id": str(int(line["id"])), "name": one_form(line["name"])}
+        if not line["name"]:
+            raise UserError(f"{path}, row {number}: the cluster with id {line['id']} has no name: {mend}")
+        lines.append(line)
+    if not lines:
+        raise UserError(f"{path} holds no id: {mend}")
+    return lines
+
+
 def set_aside(path):
     """Copy a table that somebody has changed since write_table wrote it, and say so. Returns whether it was."""
     if not path.exists():
@@ -488,9 +514,14 @@ def pick_text_column(path, rows, columns, wanted):
     return found
 
 
+def one_form(name):
+    """name as it is compared and written: on one line, nothing without width around it, its accents in one form."""
+    return unicodedata.normalize("NFC", " ".join(name.split()).strip(UNSEEN))
+
+
 def plain_label(cell):
-    """A label as a table's cell has it, "" for none: without what has no width, in one form of its accents; a JSON list of
-    one label, as annotation tools write it, is that label, an empty one none."""
+    """A label as a table's cell has it, in one_form, "" for none; a JSON list of one label, as annotation tools write it, is
+    that label, an empty one none."""
     try:
         found = json.loads(cell) if cell.startswith(("[", "{")) else cell
     except (ValueError, RecursionError):
@@ -498,7 +529,7 @@ def plain_label(cell):
     if not found:
         return ""
     found = found[0] if isinstance(found, list) and len(found) == 1 and isinstance(found[0], str) else cell
-    return unicodedata.normalize("NFC", " ".join(found.split()).strip(UNSEEN))
+    return one_form(found)
 
 
 def read_table(path, asked_text, asked_label):

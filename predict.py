@@ -42,15 +42,15 @@ from tqdm import tqdm
 from encoder import Encoder, pick_dtype
 from make_lt_data import (
     TASK,
-    UNSEEN,
     UserError,
     check_positive,
     flag_parser,
+    one_form,
     open_table,
-    own_table,
     part_of,
     pick_text_column,
     quoted,
+    read_clusters,
     read_run,
     records,
     run_name,
@@ -161,7 +161,7 @@ def ask_for_name(command, words, examples, proposed, first=True):
     said = subprocess.run(command, shell=True, capture_output=True, input="\n".join(asked) + "\n", encoding="utf-8",
                           errors="replace")
     printable = re.sub(r"\x1b\[[0-9;]*m|[\x00-\x09\x0b-\x1f\x7f]", " ", said.stdout)  # a terminal's colours, NUL
-    line = next(filter(None, (" ".join(line.split()).strip(UNSEEN) for line in printable.splitlines())), "")
+    line = next(filter(None, map(one_form, printable.splitlines())), "")
     reason = quoted(said.stderr, -1)
     if said.returncode in (126, 127) and first:
         raise UserError(f"--name_command {command!r} cannot be run: {reason}")
@@ -331,24 +331,11 @@ class Labeller:
 
 
 def cluster_names(run, K):
-    """{id: name} from clusters.csv, which holds no cluster without rows, nor one that somebody took out."""
-    path = run / "clusters.csv"
-    if not path.exists():
-        raise UserError(f"{path} is missing: run python predict.py {run} first, which names the clusters")
-    names, mend = {}, f"mend it (or remove it, and the names you gave: python predict.py {run} writes it anew)"
-    for number, line in enumerate(own_table(path), 1):
-        if not any(line.values()):  # a spreadsheet may leave an empty one
-            continue
-        if not {"id", "name"} <= line.keys():
-            raise UserError(f"{path} has no columns id and name: {mend}")
-        k = int(line["id"]) if line["id"].isdecimal() else K
-        if k >= K or k in names:
-            raise UserError(f"{path}, row {number}: id {line['id']!r} is not one of 0 to {K - 1}, or not the first: {mend}")
-        names[k] = " ".join(line["name"].split())
-        if not names[k]:
-            raise UserError(f"{path}, row {number}: the cluster with id {k} has no name: {mend}")
-    if not names:
-        raise UserError(f"{path} holds no id: {mend}")
+    """{id: name} from clusters.csv. UserError where an id is none of the run's K clusters."""
+    names = {int(line["id"]): line["name"] for line in read_clusters(run)}
+    if max(names) >= K:
+        raise UserError(f"{run}/clusters.csv: id {max(names)} is not one of 0 to {K - 1}: mend it (or remove it, and the names "
+                        f"you gave: python predict.py {run} writes it anew)")
     return names
 
 
@@ -437,8 +424,8 @@ def label_file(args):
             if not stdin:
                 bar.update(file.buffer.tell() - bar.n)
         out.flush()
-        print(f"{count - without} rows labelled by column {text_column!r}" + (f", {without} have no text" if without else ""),
-              file=sys.stderr)
+        print(f"{count - without} rows labelled by column {text_column!r}" + (f", {without} have no text" if without else "")
+              + "; if another column has it, pass --text_column" * (without == count), file=sys.stderr)
         if args.output != "-" and part != output:
             if output.exists():
                 shutil.copymode(output, part)

@@ -23,7 +23,7 @@ usage() {
     exit 2
 }
 if [ $# -lt 1 ]; then usage; fi
-case "$1" in -h | --help) (usage) 2>&1 || exit 0 ;; esac
+case "$1" in -h | --help) sed -n '2,/^set /s/^# \?//p' "$0"; exit 0 ;; esac  # what stands above
 dataset=$1 gamma=10 own=
 case "${dataset,,}" in *.csv | *.tsv | *.jsonl | *.json) own=yes dataset=$(realpath -ms -- "$dataset") ;; esac
 shift
@@ -69,7 +69,7 @@ while [ $# -gt 0 ]; do
         --name_command=*) name=("$1") ;;
         --method) method=${value[0]:-} && shift ;;
         --method=*) method=${1#--method=} ;;
-        -h | --help) help=yes train+=(--help) ;;
+        -h | --help) help=yes ;;
         --labeled_batch_size | --mask_epochs | --max_length | --patience | --select | --trained_layers) pre+=("$1" "${value[@]}") && shift ;;
         --labeled_batch_size=* | --mask_epochs=* | --max_length=* | --patience=* | --select=* | --trained_layers=* | --no_mlm) pre+=("$1") ;;
         --device | --cache_gb) both+=("$1" "${value[@]}") && shift ;;
@@ -126,8 +126,8 @@ def check(words):
     if data:
         stage.wanted_classes(args, open_run(args)[-1])
 run_script(check)'
+if [ -n "$help" ]; then python -c "$check" "$module" "" --help; exit 0; fi
 if [ ${#train[@]} -gt 0 ]; then python -c "$check" "$module" "" "${train[@]}" >&2; fi
-if [ -n "$help" ]; then exit 0; fi
 
 if [ ! . -ef "$here" ]; then echo "run_all.sh: data/ and out/ are those in $PWD" >&2; fi
 folders=()

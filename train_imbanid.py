@@ -92,7 +92,7 @@ class Args:
     pseudo_label: str = "rot"  # rot, or Sec. 4.3's cot (beta uniform), eot (KL(beta || uniform)), mot (moving average); kmeans
     mu: float = 0.9  # moving average of mot (Sec. 4.3); the paper does not say
     lambda1: float = 0.05  # entropic weight of the transport (Appendix F)
-    lambda2: float = 0.0  # weight of its KL term; 0: 2 on long-tailed data, 7 on balanced (Appendix F)
+    lambda2: float = 0.0  # weight of its KL term; 0: 2, but 7 on a benchmark at gamma 1 (Appendix F)
     rho: float = 0.7  # share of the class prior that DR selects (Sec. 4.1; Appendix D says 0.65)
     tau_g: float = 0.9  # confidence above which QR selects (Sec. 4.1)
     no_dr: bool = False  # without the distribution-aware regularization

@@ -257,6 +257,8 @@ def train(run, stage, heads, batch_loss, *, epochs, batch_size, lr, rows=None, b
         memory = {k: v.to(run.device) if torch.is_tensor(v) else v for k, v in memory.items()}
         how = "done" if done else f"resuming after epoch {epoch}"
         print(f"{path} is there: {how}{in_other_type(found, run.config)}")
+    elif args.restart:  # what another stage has left of other settings would be refused, after hours, without this flag
+        (run.out / "last.pt").unlink(missing_ok=True)
     run.out.mkdir(parents=True, exist_ok=True)
     modules.eval()
     if judge_start and not found:

@@ -558,6 +558,15 @@ def test_bad_flags_end_in_one_line(tiny_flags, tiny_run):
     one_line_error(script("predict.py", finished.parent.with_name("demo_g4_s0_kmeans_first"), ok=False), "no cluster head")
 
 
+def test_a_restart_that_was_killed_in_the_first_of_two_stages_goes_on_without_the_flag(tiny_flags, monkeypatch):
+    flags, one_epoch = {**tiny_flags, "epochs": 1, "pretrain_epochs": 2, "tag": "again"}, iter([1.0])
+    method("deepaligned", **flags)
+    with monkeypatch.context() as killed, pytest.raises(StopIteration):
+        killed.setattr(shared, "dev_judge", lambda *_: lambda memory: next(one_epoch))
+        method("deepaligned", **flags, lr=1e-4, restart=True)
+    method("deepaligned", **flags, lr=1e-4)  # a last.pt of the old settings would be refused here
+
+
 def test_the_seeded_end_is_what_imbanid_starts_from(demo):
     real("kmeans", demo, features="pretrained", semi_supervised=True, tag="seeded")
     with kept_passes():

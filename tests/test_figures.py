@@ -154,7 +154,31 @@ def test_a_clusters_file_from_a_spreadsheet_is_reported_or_said_to_be_wrong(tmp_
     (own / "clusters.csv").write_text(text.replace(",1.50,", " rows,1.50,", 1), encoding="utf-8")
     with pytest.raises(UserError, match="report.html could not be made"):
         figures.draw([own])
-    assert "clusters.csv, row 1: size '6 rows' is no whole number" in capsys.readouterr().out
+    assert "clusters.csv, id 0: size '6 rows' is no number: put it back" in capsys.readouterr().out
+
+
+def test_the_report_counts_names_and_refuses_what_predict_refuses(tmp_path):
+    own = make_own(tmp_path)
+    run, lines = {**figures.read_results(own), "folder": own}, figures.cluster_lines(own)
+    with open(own / "assignments.csv", "a") as f:
+        f.write(",,,,,\r\n")  # a spreadsheet's empty row
+    for line, name in zip(lines, ("lights", "lights", "alarm", "music", "alarm", "door")):  # 0 and 3 are known
+        line["name"] = name
+
+    def write(*more):
+        figures.write_atomic(own / "clusters.csv", "".join(",".join(f'"{cell}"' for cell in row) + "\n" for row in (
+            [*lines[0]][:7], *([*line.values()][:7] for line in (*lines, *more)))))
+
+    write()
+    page = figures.report(run, {})
+    assert "known intents<dd>2<" in page and "new intents<dd>2<" in page, "those of one name are one, a known name is not new"
+    write(lines[5])
+    with pytest.raises(UserError, match="row 7: id '5' is no whole number, or not the first"):
+        figures.report(run, {})
+    lines[1]["confidence"] = "Mai 25"  # a spreadsheet's guess at 5.25
+    write()
+    with pytest.raises(UserError, match="id 1: confidence 'Mai 25' is no number"):
+        figures.report(run, {})
 
 
 def test_a_report_of_two_thousand_clusters_is_a_few_megabytes(tmp_path, monkeypatch):
@@ -494,7 +518,14 @@ def test_methods_are_compared_on_the_seeds_they_share_and_on_all_that_imbanid_ha
     leads = [line.strip("| ").split(" | ")[2:] for line in figures.leads_table(tmp_path).splitlines()]
     assert leads[0][:4] == ["seeds", "C, the six", "C, k-means", "tail (C), the six"]
     assert leads[2:] == [["0", "+10.0 (GCD)", "+20.0 (raw)", "-", "-", "+0.0 (GCD)", "+0.0 (raw)"]]
-    for path in tmp_path.glob("*_gcd.json"):
+    for path in tmp_path.glob("*_imbanid.json"):  # the same of another encoder, whose rows are named after it
+        (tmp_path / path.name.replace("imbanid", "imbanid_other")).write_text(
+            path.read_text().replace('"encoder": "minilm"', '"encoder": "hub/other"'))
+    (tmp_path / "demo_g4_s0_gcd_other.json").write_text(
+        (tmp_path / "demo_g4_s0_gcd.json").read_text().replace('"encoder": "minilm"', '"encoder": "hub/other"'))
+    for table in (figures.methods_table, figures.overview_table, figures.groups_table, figures.leads_table):
+        assert {line.strip("| ").split(" | ")[0] for line in table(tmp_path).splitlines()[2:]} == {"demo-LT", "demo-LT, other"}
+    for path in {*tmp_path.glob("*_gcd*.json"), *tmp_path.glob("*_other.json")}:
         path.unlink()
     p = ttest_rel((80, 70, 75), (60, 64, 62)).pvalue
     assert figures.leads_table(tmp_path).splitlines()[2].split(" | ")[2:] == [
@@ -628,9 +659,9 @@ def test_runs_on_dev_are_kept_apart_and_tabled_beside_the_defaults(tmp_path, mon
     assert not figures.read_kept("results"), "they are no scores on a test set"
     found = [line.strip("|").split("|") for line in figures.dev_table().splitlines()[2:]]
     assert [[cell.strip() for cell in row] for row in found] == [
-        ["the defaults", "80.0, 70.0", "", "", "", ""],
-        ["pretrain.py --no_mlm", "79.0, 69.0", "", "", "-1.00 (each)", "+0.00"],
-        ["--tau 1.0", "81.0, 72.0", "", "", "+1.50 (p 0.2)", "+0.00"]]
+        ["the defaults", "80.0, 70.0", "", ""],
+        ["pretrain.py --no_mlm", "79.0, 69.0", "-1.00 (each)", "+0.00"],
+        ["--tau 1.0", "81.0, 72.0", "+1.50 (p 0.2)", "+0.00"]], "with a column for each corpus that the means are over"
 
 
 def test_the_full_schedule_takes_the_place_of_the_short_one_once_all_its_seeds_have_run(tmp_path):

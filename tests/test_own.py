@@ -384,6 +384,11 @@ def test_a_cluster_whose_line_is_gone_takes_no_name_and_gets_none_that_is_given(
 def test_notes_on_tables_are_not_for_ones_that_we_wrote(tmp_path, capsys):
     write_table(tmp_path / "clusters.csv", ["id", "name", "example_1"], [[0, "mail", "line\n" * 30]])
     assert cluster_names(tmp_path, 1) == {0: "mail"} and not capsys.readouterr().err
+    names = ("caf\u00e9", "cafe\u0301", " cafe\u0301\u200b")  # all look the same
+    write_table(tmp_path / "same.csv", ["id", "name"], list(enumerate(names)))
+    (tmp_path / "same").mkdir()
+    (tmp_path / "same.csv").rename(tmp_path / "same/clusters.csv")
+    assert {*cluster_names(tmp_path / "same", 3).values()} == {"caf\u00e9"}
     with open_table(tmp_path / "clusters.csv") as file:
         assert len(list(records(file, "clusters.csv"))) == 1 and "many lines" in capsys.readouterr().err
 
@@ -777,8 +782,9 @@ def test_bad_calls_of_predict(own_run, tmp_path, tiny_run):
     (edited / "last.pt").write_bytes(b"PK")
     one_line_error(script("predict.py", edited, new, ok=False), "last.pt", "results.json", "train_imbanid.py")
     shutil.copy(run / "last.pt", edited)
-    for text, words in (("cluster,name\n0,a\n", "no columns id and name"), ("id,name\n0,a\n,all\n", "row 2: id ''"),
-                        ("id,name\n99,a\n", "id '99'"), ("id,name\n", "holds no id"), ("id,name\n0,a\n0,b\n", "row 2: id '0'"),
+    for text, words in (("cluster,name\n0,a\n", "has no column id"), ("id,name\n0,a\n,all\n", "row 2: id ''"),
+                        ("id,name\n99,a\n", "id 99 is not one of 0 to 7"), ("id,name\n", "holds no id"),
+                        ("id,name\n0,a\n0,b\n", "row 2: id '0'"),
                         ("id,name\n1.0,a\n", "id '1.0'"), ("id,name\n0,  \n", "row 1: the cluster with id 0 has no name")):
         (edited / "clusters.csv").write_text(text)
         with pytest.raises(UserError, match=re.escape(words)):
@@ -787,7 +793,9 @@ def test_bad_calls_of_predict(own_run, tmp_path, tiny_run):
     (edited / "clusters.csv").write_text("id,name\n0,a\n,\n")  # the empty row that spreadsheets leave
     (tmp_path / "gaps.csv").write_text("text,note\nopen the door,x\n,y\n")
     done = script("predict.py", edited, tmp_path / "gaps.csv")
-    assert "1 rows labelled by column 'text', 1 have no text" in done.stderr
+    assert "1 rows labelled by column 'text', 1 have no text\n" in done.stderr
+    (tmp_path / "gaps.csv").write_text("text,note\n,x\n")
+    assert "1 have no text; if another column has it" in script("predict.py", edited, tmp_path / "gaps.csv").stderr
 
 
 def test_without_any_label(tmp_path, tiny_rows, tiny_encoder):
