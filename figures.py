@@ -977,7 +977,7 @@ def report(run, pictures):
     points = [[*xy[row], place[line["cluster"]], line["text"][:300], line["confidence"]]
               for line in own_table(folder / "assignments.csv")
               if line["row"] and (row := int(line["row"]) - 1) in xy and line["cluster"] in place]
-    known, new = ({line["name"] for line in clusters if line["known"] == said} for said in ("yes", "no"))
+    known, new = ({line["name"] for line in clusters if (line["known"] == "yes") is said} for said in (True, False))
     shown = sum(int(line["size"]) for line in clusters)  # not those of clusters whose lines somebody has deleted
     scored = "dev" if run.get("on_dev") else "test"
     facts = {"rows": f"{shown:,}" + (f" of {len(rows):,}" if shown < len(rows) else ""), "known intents": len(known),

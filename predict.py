@@ -424,8 +424,9 @@ def label_file(args):
             if not stdin:
                 bar.update(file.buffer.tell() - bar.n)
         out.flush()
+        elsewhere = "; if another column has the texts, pass --text_column" * (without == count and len(columns) > 1)
         print(f"{count - without} rows labelled by column {text_column!r}" + (f", {without} have no text" if without else "")
-              + "; if another column has it, pass --text_column" * (without == count), file=sys.stderr)
+              + elsewhere, file=sys.stderr)
         if args.output != "-" and part != output:
             if output.exists():
                 shutil.copymode(output, part)

@@ -166,7 +166,7 @@ def kmeans_result(z, centre, N, rank):
 
 
 def lambda2_of(args):
-    """--lambda2, by default the paper's (Appendix F): 2 on long-tailed data, 7 at gamma 1."""
+    """--lambda2, by default the paper's (Appendix F): 2 on long-tailed data, 7 on a benchmark at gamma 1."""
     return args.lambda2 or (7.0 if args.gamma <= 1 and args.dataset in CORPORA else 2.0)
 
 

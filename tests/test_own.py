@@ -795,7 +795,7 @@ def test_bad_calls_of_predict(own_run, tmp_path, tiny_run):
     done = script("predict.py", edited, tmp_path / "gaps.csv")
     assert "1 rows labelled by column 'text', 1 have no text\n" in done.stderr
     (tmp_path / "gaps.csv").write_text("text,note\n,x\n")
-    assert "1 have no text; if another column has it" in script("predict.py", edited, tmp_path / "gaps.csv").stderr
+    assert "1 have no text; if another column has the texts" in script("predict.py", edited, tmp_path / "gaps.csv").stderr
 
 
 def test_without_any_label(tmp_path, tiny_rows, tiny_encoder):
