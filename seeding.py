@@ -29,7 +29,7 @@ def class_means(z, label, K):
 def fitted_kmeans(z, K, seed, n_init=10, init=None):
     """scikit-learn's KMeans fitted to z (N, H): the best of n_init k-means++ starts, or from the centres init (K, H) on.
 
-    On two threads: more of them add up in any order, and the same run would give other bytes.
+    On two threads, also where OMP_NUM_THREADS is 1: more of them add up in any order, and the same run would give other bytes.
     """
     from sklearn.cluster import KMeans  # a second that pretrain.py, which has only class_means from here, need not take
     start = {"n_init": n_init} if init is None else {"n_init": 1, "init": init.cpu().numpy()}
@@ -114,10 +114,11 @@ def mixture_step(x, held, label, total, log_share, kappa, label_weight, size=Non
     x: (N, H) unit rows. total: (K, H) weighted sum of each class's rows, its direction the centre. log_share: (K,).
     size: (k,) rows that the first k classes are thought to have, None where nothing is known of it.
     Returns the new total and log_share, and of the old ones each row's log-likelihood (N,), up to a constant, and the
-    objective: the log-likelihood of the unlabelled rows plus label_weight times log p(class | row) of the labelled ones,
-    each of them judged by centres that it had no part in. With `size`, log_share of such a class is no share but the offset
-    (at most 3 from the share) that brings the number n_k of its rows to `size`, a Lagrange multiplier whose term is taken off
-    the objective, and so is the KL divergence of what n_k remains from `size`.
+    objective: the log-likelihood of the unlabelled rows plus label_weight times log p(class | row) of the labelled ones, each
+    of them judged with its class's centre as it is without it. With `size`, log_share of such a class is no share but the
+    offset (at most 3 from the share) that brings the number n_k of its rows to `size`, a Lagrange multiplier whose term is
+    taken off the objective, and so is the KL divergence of what n_k remains from `size`. The other classes have the shares of
+    all rows that they hold, however many these are: a row that the sized classes lack makes the objective one larger.
     """
     score = mixture_score(x, total, log_share, kappa)
     share = score.softmax(1)
@@ -157,10 +158,11 @@ def seed_centres(x, label, K, num_known, kappa, label_weight, swaps, sample_rate
     known classes are all of a size, the novel ones are expected to be so as well.
 
     EM alone keeps the novel centres near where they start, so `swaps` times one is moved: of four drawn the one that the rows
-    would miss least, and of 16 rows that are explained badly to the one where it helps most. The move stays if
-    mixture_step's objective rises within three steps. Its labelled part is what tells a new intent from half of a known one:
-    a novel centre that takes over a known class makes that class's own labelled rows, each left out in turn, look like
-    strangers. Of a large corpus the moves are tried on SEARCHED unlabelled rows, then all rows settle the centres.
+    would miss least, and of 16 rows that are explained badly to the one where it helps most. The move stays if mixture_step's
+    objective is higher three steps later, a part of which these steps may have given anyway. Its labelled part is what tells a
+    new intent from half of a known one: a novel centre that takes over a known class makes that class's own labelled rows,
+    each left out in turn, look like strangers. Of a large corpus the moves are tried on SEARCHED unlabelled rows, then all
+    rows settle the centres.
     """
     generator = torch.Generator().manual_seed(seed)
     held, free = torch.where(label >= 0)[0], torch.where(label < 0)[0]
@@ -220,12 +222,12 @@ def appendix_e(z, num_known, max_classes, min_cluster, seed):
 def splits_and_merges(z, label, dev_z, dev_label, K, args_of_seeding, seed):
     """B-cubed recall and precision, from 0 to 1, of known classes that were hidden from a seeding with K centres.
 
-    Every known class is hidden once, about a quarter of them at a time. z: (N, H), label: (N,), -1 unlabelled; dev_z,
-    dev_label: other labelled rows, whose labels the seeding never sees. args_of_seeding: seed_centres' kappa to sample_rate.
-    Recall is the share of a row's class that is in its cluster, precision the share of its cluster that is of its class, both
-    over labelled and dev rows, itself left out; the mean over hidden rows. The K - num_known unknown classes compete for the
-    novel centres too, but no row of theirs has a label: how many of their rows are in a cluster is judged by how many of the
-    other hidden classes are there.
+    Every known class is hidden once, a quarter of them at a time, of few up to a third. z: (N, H), label: (N,), -1 unlabelled;
+    dev_z, dev_label: other labelled rows, whose labels the seeding never sees. args_of_seeding: seed_centres' kappa to
+    sample_rate. Recall is the share of a row's class that is in its cluster, precision the share of its cluster that is of its
+    class, both over labelled and dev rows, itself left out; the mean over hidden rows. The K - num_known unknown classes
+    compete for the novel centres too, but no row of theirs has a label: how many of their rows are in a cluster is judged by
+    how many of the other hidden classes are there.
     """
     num_known, generator = int(label.max()) + 1, torch.Generator().manual_seed(seed)
     rows, truth = torch.cat([z[label >= 0], dev_z]), torch.cat([label[label >= 0], dev_label])
@@ -291,7 +293,7 @@ def num_classes_without_labels(z, num_known, args_of_seeding, seed):
 
 
 def num_classes_by_size(label, num_known, sample_rate):
-    """Bounds of the number of classes, one standard error around what the known classes' mean size says of the other rows.
+    """Bounds of the number of classes, about a standard error around what the known classes' mean size says of the other rows.
 
     Two errors add up: the known sizes are a sample, and each is known to half a labelled row, which averages out over as many
     classes as there are different counts of labelled rows.
@@ -315,7 +317,7 @@ def estimate_num_classes(z, label, dev_z, dev_label, args_of_seeding, seed):
     than 200 labelled rows up to half, with at most twelve known classes of two labelled rows or more three quarters (of these
     about three are hidden at a time then, which tells too little of merges, and the number is too low), with fewer than four
     all of it. Of a large corpus SEARCHED unlabelled rows are looked at. Where the labelled rows tell the sizes of the known
-    classes, the estimate is held within one standard error of the number of classes of their mean size in the other rows.
+    classes, the estimate is held within the bounds of num_classes_by_size.
     """
     num_known, balance = int(label.max()) + 1, {}
     if (label >= 0).all():
@@ -325,7 +327,7 @@ def estimate_num_classes(z, label, dev_z, dev_label, args_of_seeding, seed):
     rows = searched_rows(label, torch.Generator().manual_seed(seed))
     if len(rows) < len(label):
         sample_rate = 0.0  # not that of the rows that are left
-    args_of_seeding = kappa, label_weight, swaps // 5, sample_rate  # 300 moves find better centres, but as many of them
+    args_of_seeding = kappa, label_weight, swaps // 5, sample_rate  # 300 moves find better centres, but the same number of them
     z, label = z[rows], label[rows]
 
     def measure(step):
