@@ -415,6 +415,7 @@ for penalty in ("reverse_kl", "kl", "equality"):
         both = torch.zeros(2, 2, 60, dtype=torch.float64)
         both[dist.get_rank()] = torch.stack([found.potential, found.beta])
         assert torch.equal(*add(both)), (penalty, how)
+dist.destroy_process_group()  # or its threads may be in the way of the end
 """
 
 
