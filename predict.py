@@ -334,8 +334,7 @@ def cluster_names(run, K):
     """{id: name} from clusters.csv. UserError where an id is none of the run's K clusters."""
     names = {int(line["id"]): line["name"] for line in read_clusters(run)}
     if max(names) >= K:
-        raise UserError(f"{run}/clusters.csv: id {max(names)} is not one of 0 to {K - 1}: mend it (or remove it, and the names "
-                        f"you gave: python predict.py {run} writes it anew)")
+        raise UserError(f"{run}/clusters.csv: id {max(names)} is not one of 0 to {K - 1}: mend that line, or remove it")
     return names
 
 
