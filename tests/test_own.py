@@ -858,34 +858,34 @@ def test_a_benchmark_run_gets_names_too(tiny_run, tmp_path):
 # ---- a real corpus as one table ----
 
 def test_a_real_corpus_as_a_table(real_raw, tmp_path):
-    """A fifth of CLINC150-LT's classes, gamma 10, as a CSV with most labels blanked: K within 20 %, and names that tell.
+    """A third of CLINC150-LT's classes, gamma 10, as a CSV with most labels blanked: K within 20 %, and names that tell.
 
     Both stages are shortened here, to 3 epochs and 1. README has the figures of full runs.
     """
     texts, labels, names, counts, num_known, labelled = make_split(raw_corpus("clinc", real_raw, "")[0], 10, 0, 0.75, 0.1)
-    rows, num_known = np.flatnonzero(labels["train"] % 5 == 0), len(range(0, num_known, 5))
-    truth, labelled, names, counts = labels["train"][rows] // 5, labelled[rows], names[::5], counts[::5]
+    rows, num_known = np.flatnonzero(labels["train"] % 3 == 0), len(range(0, num_known, 3))
+    truth, labelled, names, counts = labels["train"][rows] // 3, labelled[rows], names[::3], counts[::3]
     shown = [names[k] if seen else "" for k, seen in zip(truth, labelled)]
-    path = table(tmp_path / "fifth.csv", zip([texts["train"][row] for row in rows], shown))
+    path = table(tmp_path / "third.csv", zip([texts["train"][row] for row in rows], shown))
     flags = ("--dataset", path, "--data_dir", tmp_path / "data")
     script("make_lt_data.py", *flags)
     flags += ("--out_dir", tmp_path / "out")
     script("pretrain.py", *flags, "--encoder", "minilm", "--epochs", 3)
     script("train_imbanid.py", *flags, "--epochs", 1, "--min_steps", 0)
-    run = tmp_path / "out/fifth_s0"
+    run = tmp_path / "out/third_s0"
     script("predict.py", run, "--data_dir", tmp_path / "data")
     K = json.loads((run / "results.json").read_text())["num_classes"]
     assert abs(K - len(names)) <= 0.2 * len(names)
     with open_table(run / "assignments.csv") as f:
         cluster = np.array([int(line["cluster"]) for line in records(f, "a.csv")])
     scores = cluster_metrics(truth[~labelled], cluster[~labelled], num_known, counts)
-    assert scores["ACC"] > 75 and scores["novel"] > 60  # 95 and 92 in float32, of the other four fifths 85 to 97 and 75 to 98
+    assert scores["ACC"] > 75 and scores["novel"] > 60  # here 91 and 92, of the next third of the classes 86 and 83
     hits = []
     for line in read(run / "clusters.csv"):
         if line["known"] == "no":
             intent = names[np.bincount(truth[cluster == int(line["id"])]).argmax()]
             hits.append(bool(set(intent.lower().split("_")) & set(re.split("[, ]+", line["keywords"]))))
-    assert np.mean(hits) >= 0.5  # as many in bfloat16, more in float32
+    assert np.mean(hits) > 0.5
 
 
 def test_tables_at_the_edge(tmp_path, tiny_encoder):

@@ -215,7 +215,7 @@ SWITCHES = [("--pseudo_label", "cot"), WEAK, ("--pseudo_label", "eot", *WEAK), (
             ("--replace_rate", 0.6), ("--view_epochs", 1), ("--kappa", 3.0), ("--label_weight", 1.0), ("--max_steps", 1),
             ("--no_class_sizes",), ("--num_classes", 13), ("--num_classes", "auto"),  # which gives 9 in bfloat16
             ("--num_classes", "appendix_e", "--max_classes", 12, "--min_cluster", 3),
-            ("--swaps", 0, "--num_classes", 9)]  # of two novel centres none may find a better place
+            ("--swaps", 0, "--num_classes", 13)]  # of few novel centres none may find a better place
 
 
 def test_every_switch_changes_the_run(tiny_run):
