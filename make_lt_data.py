@@ -10,8 +10,9 @@ Writes  data/<run>/  labels.txt  train.tsv dev.tsv test.tsv  train_label.npy tra
     python make_lt_data.py --dataset banking --gamma 3 --known_ratio 0.5 --raw_dir ~/corpora
     python make_lt_data.py --dataset my_utterances.csv --text_column message --label_column intent
 
-The paper's Sec. 2: class k of K, sorted by size, keeps n_max * gamma^(-(k-1)/(K-1)) of its rows, so the largest class is
-gamma times the smallest. 75 % of the classes are known, 10 % of their rows are labelled, everything else is unlabelled.
+The paper's Sec. 2: class k of K, sorted by size, keeps n_max * gamma^(-(k-1)/(K-1)) of its rows (an exponent as its tables
+have it, see long_tail_counts), so the largest class is gamma times the smallest. 75 % of the classes are known, 10 % of their
+rows are labelled, everything else is unlabelled.
 A table of your own is taken as it is: rows with a label are labelled, rows without are not.
 
 The second half is what every script shares: reading tables and data/<run>/, flags, a user's errors, files that appear whole.
@@ -51,7 +52,7 @@ import numpy as np
 @dataclass
 class Args:
     dataset: str = "clinc"  # clinc, banking, stackoverflow, demo (comes with the repository), or a table of your own
-    gamma: float = 10.0  # imbalance ratio n_max / n_min, >= 1; 1 keeps the full training split (Sec. 2)
+    gamma: float = 10.0  # imbalance ratio n_max / n_min, >= 1; 1 keeps the full training split (Table 2)
     seed: int = 0  # draws the known classes, the kept rows and the labelled rows
     known_ratio: float = 0.75  # share of the classes that is known (Sec. 2; 0.25 and 0.5 in Sec. 4.6)
     labeled_ratio: float = 0.1  # share of the rows of a known class that is labelled (Sec. 2)
@@ -111,7 +112,7 @@ def long_tail_counts(available, gamma, rng):
     """How many rows each class keeps. available: int (K,). Returns int (K,).
 
     n_k = floor(n_max * gamma^(-(k-1)/(K-1))) for the k-th largest class, at most what it has. The paper prints the
-    exponent (j-1)/K, which does not give its own tables; this does.
+    exponent (j-1)/K, which with either sign does not give its own tables; this does.
     """
     K = len(available)
     if gamma == 1 or K == 1:

@@ -54,7 +54,7 @@ def size_groups(class_counts, num_known):
     groups = {"head": [], "medium": [], "tail": []}
     for ids in (np.arange(num_known), np.arange(num_known, len(class_counts))):
         ids = ids[np.argsort(-class_counts[ids], kind="stable")]
-        n = round(0.3 * len(ids))  # half to even: 4 and 2 of StackOverflow's 15 and 5, the paper's 6 : 8 : 6
+        n = round(0.3 * len(ids))  # half to even: 6 : 8 : 6 of StackOverflow's 15 and 5, which the paper's Table 3 fits
         for name, part in zip(groups, (ids[:n], ids[n:len(ids) - n], ids[len(ids) - n:])):
             groups[name].extend(part.tolist())
     return {name: np.array(ids, dtype=np.int64) for name, ids in groups.items()}

@@ -19,7 +19,7 @@ from losses import contrast_log_prob
 from make_lt_data import check_positive, check_shares, run_script
 from seeding import kmeans
 
-# k per corpus: 50 and 500 are of the authors' scripts, 100 of the ImbaNID paper (Sec. 4.1), which compares with these.
+# k per corpus: 50 and 500 are of the authors' scripts, 100 of the ImbaNID paper alone (Sec. 4.1), which compares with these.
 # Elsewhere half the mean class size (Sec. 4.4 of its paper), to which 50 and 500 are near on the balanced corpora (58, 450); on
 # CLINC150-LT that would be 23, and 60 on the balanced corpus.
 NEIGHBOURS = {"clinc": 100, "banking": 50, "stackoverflow": 500}
