@@ -144,12 +144,15 @@ def test_the_defaults_are_the_papers():
     rho, tau_g = (inspect.signature(select_clean).parameters[name].default for name in ("rho", "tau_g"))
     assert (rho, tau_g) == (0.7, 0.9)
     assert all(inspect.signature(f).parameters["tau"].default == 0.07 for f in (class_wise_loss, instance_wise_loss))
+    assert inspect.signature(class_wise_loss).parameters["adaptive_weight"].default is True
 
 
 @pytest.mark.parametrize("call,word", [
     (lambda z, y, q, c: class_wise_loss(z[:, 0], y, q, c), "z"), (lambda z, y, q, c: class_wise_loss(z, y[:3], q, c), "label"),
     (lambda z, y, q, c: class_wise_loss(z, y, q[:3], c), "confidence"),
     (lambda z, y, q, c: class_wise_loss(z, y, q, c[:3]), "clean"),
+    (lambda z, y, q, c: class_wise_loss(z, y.float(), q, c), "label"),
+    (lambda z, y, q, c: class_wise_loss(z, y, q, c, tau=math.nan), "tau"),
     (lambda z, y, q, c: class_wise_loss(z, y, q, c, tau=0), "tau"), (lambda z, y, q, c: instance_wise_loss(z[:, :1]), "view")])
 def test_bad_arguments_are_named(call, word):
     with pytest.raises(ValueError, match=word):
@@ -185,6 +188,8 @@ def test_labelled_rows_are_clean_without_dr_and_confidence_is_above_tau_g():
 @pytest.mark.parametrize("name,value,word", [
     ("label", torch.zeros(2), "int64"), ("label", torch.zeros(2).byte(), "int64"), ("beta", torch.ones(1).long(), "beta"),
     ("confidence", torch.tensor([0.5, 1.5]), "0..1"), ("confidence", torch.ones(2).long(), "confidence"),
+    ("confidence", torch.tensor([0.5, -0.5]), "0..1"), ("beta", torch.tensor([1.5, -0.5]), "beta"),
+    ("beta", torch.tensor([0.7, 0.7]), "sum"), ("beta", torch.ones(2, 1) / 2, "beta"),
     ("beta", torch.tensor([5.0, 3.0]), "sum"), ("beta", torch.tensor([math.inf, 0.0]), "sum")])
 def test_what_is_no_label_share_or_probability_is_named(name, value, word):
     given = {"label": torch.zeros(2, dtype=torch.int64), "confidence": torch.ones(2), "beta": torch.ones(1)}
@@ -206,3 +211,17 @@ def test_a_filter_alone_needs_no_setting_of_the_other():
     label, beta = torch.tensor([0, 1]), torch.ones(2) / 2
     assert select_clean(label, torch.tensor([1.0, 0.5]), beta, rho=0.5, tau_g=math.nan, use_qr=False).all()
     assert select_clean(label, torch.ones(2), beta, rho=math.nan, use_dr=False).all()
+
+
+def test_rows_that_tie_are_taken_in_their_order():
+    """Many rows: an unstable sort leaves few in their order."""
+    row = torch.arange(1000)
+    label, level = row % 2, row // 2 % 5  # 500 rows a class, 100 of each confidence; the quota of a class is 150
+    clean = select_clean(label, level / 5, torch.ones(2) / 2, rho=0.3, use_qr=False)
+    assert torch.equal(clean, (level == 4) | (level == 3) & (row < 500))
+
+
+def test_a_float64_share_is_not_rounded_up_and_no_rows_have_no_clean_ones():
+    label, beta = torch.zeros(100, dtype=torch.int64), torch.ones(1, dtype=torch.float64)
+    assert select_clean(label, torch.linspace(0, 1, 100), beta, 0.07, use_qr=False).sum() == 7  # 7.000000000000001
+    assert select_clean(label[:0], torch.zeros(0), beta).shape == (0,)

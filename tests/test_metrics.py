@@ -78,7 +78,8 @@ def test_a_group_without_rows_is_nan_not_zero():
     assert np.isnan(cluster_metrics(np.array([0, 1]), np.array([0, 1]), 2, np.array([3, 4]))["novel"])
 
 
-@pytest.mark.parametrize("truth,cluster", [([], []), ([0, 1], [0]), ([0, -1], [0, 1])])
+@pytest.mark.parametrize("truth,cluster", [([], []), ([0, 1], [0]), ([0, -1], [0, 1]), ([0, 1], [0, -1]),
+                                           ([[0, 1]], [[0, 1]])])
 def test_bad_arguments(truth, cluster):
     with pytest.raises(ValueError):
         match_clusters(np.array(truth, dtype=int), np.array(cluster, dtype=int))
@@ -87,6 +88,8 @@ def test_bad_arguments(truth, cluster):
 def test_a_mask_is_no_clustering_and_groups_need_their_classes():
     with pytest.raises(ValueError, match="integers"):
         cluster_metrics(np.array([0, 1]), np.array([True, False]), 1, [1, 1])
+    with pytest.raises(ValueError, match="integers"):
+        match_clusters(np.array([True, False]), np.array([0, 1]))
     for num_known in (-1, 4):
         with pytest.raises(ValueError, match="num_known"):
             size_groups([5, 4, 3], num_known)
@@ -113,3 +116,8 @@ def test_classes_without_a_row_are_not_in_the_mean():
 
 def test_a_single_class_is_medium():
     assert {group: ids.tolist() for group, ids in size_groups([7], 1).items()} == {"head": [], "medium": [0], "tail": []}
+
+
+def test_classes_of_one_size_are_grouped_in_their_order():
+    groups = size_groups(np.arange(150) % 3, 150)  # many: an unstable sort leaves few in their order
+    assert groups["head"].tolist() == list(range(2, 135, 3)) and groups["tail"].tolist() == list(range(15, 150, 3))

@@ -1,3 +1,4 @@
+import inspect
 import math
 import os
 import socket
@@ -201,11 +202,11 @@ def test_extreme_weights_converge(penalty, lambda1, lambda2):
 
 
 def test_fixed_shares_are_reached_at_the_smallest_lambda1():
-    """A ladder whose rungs are all solved to 0.01 stays where it was on 3 of these 16."""
+    """With every rung of the ladder solved to 0.01, three of these 16 once stayed where they were."""
     for seed in range(8):
         for lambda1 in (1e-3, 1e-4):
             r = relaxed_ot(scores(300, 12, seed=seed), lambda1, penalty="equality", return_plan=False)
-            assert r.converged and r.n_iter <= 60, (seed, lambda1, r)
+            assert r.converged and r.n_iter <= 40, (seed, lambda1, r)
 
 
 def tight_clusters(N, K, temperature):
@@ -305,6 +306,12 @@ def test_a_hessian_that_served_well_serves_again(monkeypatch):
 @pytest.mark.parametrize("kwargs,name", [
     (dict(log_p=torch.tensor([[0.0, float("nan")]])), "log_p"), (dict(log_p=torch.full((2, 2), float("-inf"))), "log_p"),
     (dict(log_p=torch.zeros(3)), "log_p"), (dict(log_p=torch.zeros(2, 2, dtype=torch.int64)), "log_p"),
+    (dict(log_p=torch.zeros(2, 0)), "log_p"), (dict(log_p=np.zeros((2, 2))), "log_p"),
+    (dict(prior=torch.ones(1, 2)), "prior"), (dict(row=torch.ones(2, 1)), "row"),
+    (dict(init=torch.tensor([0.0, -math.inf])), "init"), (dict(chunk_rows=0), "chunk_rows"),
+    (dict(log_p=torch.tensor([[0.0, math.inf]])), "log_p must not hold"),
+    (dict(log_p=torch.tensor([[0.0, 0.0], [-math.inf, -math.inf]])), "every row"),
+    (dict(log_p=torch.zeros(0, 2), penalty="kl"), "log_p"), (dict(row=torch.tensor([1.0, 0.0])), "row"),
     (dict(log_p=torch.zeros(0, 2)), "log_p"), (dict(log_p=torch.tensor([[0.0, float("-inf")]])), "log_p"),
     (dict(lambda1=0), "lambda1"), (dict(lambda2=-1), "lambda2"), (dict(lambda1=float("nan")), "lambda1"),
     (dict(lambda1=math.inf), "lambda1"), (dict(lambda2=math.inf), "lambda2"),
@@ -460,7 +467,8 @@ def test_newton_and_sinkhorn_agree_and_newton_needs_few_steps():
 
 
 @pytest.mark.parametrize("beta, mu, name", [(torch.ones(3), 0.9, "beta"), (torch.ones(2), 1.5, "mu"),
-                                            (torch.ones(2), 0.0, "mu")])
+                                            (torch.ones(2), 0.0, "mu"), (torch.ones(2), math.nan, "mu"),
+                                            (torch.tensor([0.5, math.nan]), 0.9, "beta")])
 def test_moving_average_marginal_names_what_is_wrong(beta, mu, name):
     with pytest.raises(ValueError, match=name):
         moving_average_marginal(beta, torch.zeros(4, 2), mu)
@@ -531,3 +539,38 @@ def test_a_moving_average_of_shares_that_are_none():
     for share in (-0.5, 0.0):
         with pytest.raises(ValueError, match="beta must be positive"):
             moving_average_marginal(torch.tensor([0.5, share, 1.0]).double(), scores(20, 3))
+
+
+def test_the_defaults_are_the_papers():
+    default = {name: value.default for name, value in inspect.signature(relaxed_ot).parameters.items()}
+    assert [default[name] for name in ("lambda1", "lambda2", "penalty", "solver", "sweeps")] == [
+        0.05, 2.0, "reverse_kl", "newton", 1]
+    assert inspect.signature(moving_average_marginal).parameters["mu"].default == 0.9
+
+
+@pytest.mark.parametrize("dtype, tol", [(torch.float16, 1e-6), (torch.float32, 1e-6), (torch.float64, 1e-9)])
+def test_the_default_tol_goes_by_the_type_of_the_rows(dtype, tol):
+    default, given = (relaxed_ot(scores(dtype=dtype), solver="sinkhorn", tol=value).n_iter for value in (None, tol))
+    assert default == given
+
+
+def test_a_moving_average_that_does_not_move():
+    beta = torch.tensor([0.25, 0.75], dtype=torch.float64)
+    assert torch.equal(moving_average_marginal(beta, torch.zeros(4, 2), mu=1), beta)
+
+
+def test_kl_starts_near_where_far_columns_rest():
+    log_p = scores()
+    log_p[:, 5] = -50
+    assert relaxed_ot(log_p, penalty="kl").n_iter <= 12
+
+
+def test_gaps_in_half_precision_are_summed_in_high():
+    log_p = scores(1000, 6).half()
+    log_p[:, 4] = -90  # a thousand of these gaps are more than float16 holds
+    assert relaxed_ot(log_p).converged
+
+
+def test_max_iter_counts_the_steps_of_all_rungs():
+    with pytest.warns(RuntimeWarning, match="after 8 iterations"):
+        assert relaxed_ot(scores(300, 12, seed=9), 1e-4, penalty="equality", max_iter=8).n_iter == 8
