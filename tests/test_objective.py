@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy, normalize
 import pretrain
 import train_imbanid
 from encoder import Encoder
+from losses import class_wise_loss, instance_wise_loss
 from make_lt_data import parse_args
 from metrics import cluster_metrics
 from rot import moving_average_marginal, relaxed_ot
@@ -160,3 +161,28 @@ def test_a_batch_of_pre_training_has_the_loss_of_eq_2(calm):
     logits = normalize(calm.features(hidden, drawn), dim=1) @ normalize(classifier, dim=1).T / 0.2
     assert float(ce.detach()) == pytest.approx(float(cross_entropy(logits, label[drawn]).detach()), rel=1e-5)
     assert float(mlm.detach()) == pytest.approx(float(calm.mlm_loss(masked, rows, target)[0].detach()), rel=1e-5)
+
+
+def test_each_switch_takes_its_own_term_off_the_contrastive_loss(calm):
+    tokens, rows, draw = calm.tokenize(TEXTS), torch.arange(6), torch.Generator().manual_seed(0)
+    hidden, view = calm.trunk(tokens), calm.trunk(calm.replace_tokens(tokens, 0.5, draw))
+    label, q, clean = torch.tensor([0, 0, 1, 0, 2, 1]), torch.rand(6, generator=draw), torch.ones(6, dtype=torch.bool)
+    z = normalize(torch.stack([calm.features(hidden, rows), calm.features(view, rows)], 1), dim=2)
+
+    def contrastive(**flags):
+        args = train_imbanid.Args(tau=0.3, **flags)
+        return float(train_imbanid.batch_loss(calm, torch.eye(3, 32), hidden, view, rows, label, q, clean, args)[1])
+
+    cwcl, of = class_wise_loss(z, label, q, clean, 0.3)
+    assert contrastive(no_cwcl=True) == pytest.approx(float(instance_wise_loss(z, 0.3).mean().detach()), rel=1e-5)
+    assert contrastive(no_iwcl=True) == pytest.approx(float((cwcl / (1 + of)).mean().detach()), rel=1e-5)
+    cwcl, of = class_wise_loss(z, label, q, clean, 0.3, adaptive_weight=False)
+    plain = contrastive(no_iwcl=True, no_adaptive_weight=True)
+    assert plain == pytest.approx(float((cwcl / (1 + of)).mean().detach()), rel=1e-5)
+
+
+def test_a_transport_without_a_lambda2_takes_the_papers():
+    log_p = (3 * torch.randn(60, 5, generator=torch.Generator().manual_seed(1)) - torch.arange(5)).log_softmax(1)
+    for gamma, lambda2 in ((1.0, 7.0), (10.0, 2.0)):
+        result, _ = train_imbanid.transport_plan(log_p, train_imbanid.Args(gamma=gamma), None, None)
+        assert torch.equal(result.beta, relaxed_ot(log_p, 0.05, lambda2).beta)

@@ -193,3 +193,50 @@ def test_word_vectors_stay_frozen_in_a_limited_vocabulary(encoder):
 
 def test_dropout_of_the_trained_layers_is_that_of_their_model(encoder):
     assert [part.p for part in encoder.trained_layers.modules() if isinstance(part, Dropout)] == [0.1] * 3
+
+
+def test_each_seed_epoch_process_and_part_of_an_epoch_has_a_dropout_of_its_own():
+    drawn = []
+    for which in ((0, 1), (1, 1), (0, 2), (0, 1, 1), (0, 1, 0, 50)):
+        pretrain.seed_epoch(*which)
+        drawn.append(float(torch.rand(())))
+    assert len(set(drawn)) == 5
+
+
+def test_lr_is_of_the_layers_and_head_lr_of_the_heads(tiny_run, tiny_encoder, encoder, tmp_path):
+    start = pretrain.trained_state(encoder.trained_layers)
+    for lr, head_lr in ((1e-12, 0.01), (0.01, 1e-12)):
+        found = pre_trained(tiny_run[0], tmp_path / str(lr), tiny_encoder, "--epochs", 1, "--lr", lr, "--head_lr", head_lr)
+        moved = max(float((p - start[name]).abs().max()) for name, p in found["trained_layers"].items())
+        assert (moved > 1e-3) == (lr > head_lr)
+
+
+def test_of_bfloat16_states_means_and_losses_are_float32(tiny_encoder):
+    encoder, rows = Encoder(str(tiny_encoder), 32, torch.device("cpu"), torch.bfloat16), torch.arange(1)
+    tokens = encoder.tokenize(["set an alarm for six in the morning"])
+    hidden = encoder.trunk(tokens)
+    (_, states, _, _), = encoder.trained_out(hidden, rows)
+    assert torch.allclose(encoder.features(hidden, rows)[0], states.float().mean(0), atol=1e-6)
+    assert encoder.mlm_loss(hidden, rows, tokens)[0].dtype == torch.float32
+
+
+def test_a_replaced_word_may_become_any_word(encoder):
+    tokens = encoder.tokenize(["set an alarm for six in the morning"] * 3000)
+    drawn = encoder.replace_tokens(tokens, 1.0, torch.Generator().manual_seed(0)).values[~encoder.special(tokens)]
+    assert len(drawn.unique()) > 0.9 * (len(encoder.tokenizer) - 5)
+
+
+def test_every_flag_tells_runs_apart_but_those_that_say_where_and_how_long_they_go():
+    for args in (pretrain.Args(), train_imbanid.Args()):
+        left_out = vars(args).keys() - pretrain.settings(args, torch.float32).keys()
+        assert left_out <= {"data_dir", "out_dir", "cache_gb", "restart", "device", "tag", "min_steps"}
+
+
+def test_words_are_masked_at_berts_rates(encoder):
+    tokens = encoder.tokenize(["set an alarm for six in the morning"] * 3000)
+    masked, target = encoder.mask_tokens(tokens, torch.Generator().manual_seed(0))
+    wanted, mask = target.values >= 0, encoder.tokenizer.mask_token_id
+    assert float(wanted[~encoder.special(tokens)].float().mean()) == pytest.approx(0.15, abs=0.01)
+    found, before = masked.values[wanted], tokens.values[wanted]
+    assert float((found == mask).float().mean()) == pytest.approx(0.8, abs=0.02)
+    assert float((found == before).float().mean()) == pytest.approx(0.1, abs=0.02)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 from threadpoolctl import threadpool_limits
-from torch.nn.functional import normalize
+from torch.nn.functional import normalize, one_hot
 
 from seeding import (
     appendix_e,
@@ -518,3 +518,40 @@ def test_semi_supervised_kmeans_goes_on_until_its_centres_are_means():
     found = torch.cdist(x, centre).argmin(1)
     found[label >= 0] = label[label >= 0]
     assert torch.allclose(centre, torch.stack([x[found == k].mean(0) for k in range(12)]), atol=1e-5)
+
+
+def test_a_step_gives_each_class_the_rows_that_are_likely_its_own_and_its_labelled_ones_by_their_weight():
+    x, label, _ = blobs([30, 20, 10], spread=0.3)
+    held, log_share = torch.where(label >= 0)[0], torch.tensor([0.5, 0.3, 0.2]).log()
+    total = torch.stack([x[:30].sum(0), x[30:50].sum(0), x[50:].sum(0)])
+    following, shares, _, _ = mixture_step(x, held, label, total, log_share, 5.0, 3.0)
+    share = mixture_score(x, total, log_share, 5.0).softmax(1)
+    share[held] = one_hot(label[held], 3).float()
+    assert torch.allclose(shares.exp(), share.mean(0), atol=1e-3)
+    share[held] *= 3
+    assert torch.allclose(following, share.T @ x, atol=1e-4)
+
+
+def test_the_silhouette_is_half_that_of_rows_and_half_that_of_clusters(monkeypatch):
+    """One large cluster and K - 1 rows alone: the rows are best off at 5, the clusters at 10, both together at 6."""
+    z, values = torch.eye(24)[[0] * 40 + list(range(1, 24))], {5: (1.0, 0.0), 6: (0.7, 0.7), 10: (0.0, 1.0)}
+
+    def silhouette(_, cluster, metric):
+        large, alone = values.get(cluster.max() + 1, (0.0, 0.0))
+        return np.where(cluster == 0, large, alone)
+
+    monkeypatch.setattr("sklearn.metrics.silhouette_samples", silhouette)
+    monkeypatch.setattr("seeding.evidence", lambda *_: 0.0)  # the first number, 4
+    monkeypatch.setattr("seeding.seed_centres", lambda z, _, K, *__, **___: torch.eye(24)[:K])
+    assert num_classes_without_labels(z, 0, (20.0, 10.0, 5, 0.0), 0) == math.sqrt(6 * 4)
+
+
+def test_a_move_draws_rows_that_are_explained_badly(monkeypatch):
+    (x, label, _), seen, drawn, draw = blobs([40] * 3, spread=0.2), [], [], torch.multinomial
+    monkeypatch.setattr("seeding.mixture_step", lambda *given: seen.append(mixture_step(*given)) or seen[-1])
+    monkeypatch.setattr(torch, "multinomial", lambda weight, *more, **named: drawn.append((weight, len(seen))) or draw(
+        weight, *more, **named))
+    seed_centres(x, label, 4, 2, 20.0, 10.0, 1, 0.0, 0)
+    weight, steps = drawn[-1]
+    likelihood = seen[steps - 1][2][label < 0]
+    assert steps == 20 and torch.allclose(weight, likelihood.max() - likelihood, atol=1e-5) and weight.max() > 1

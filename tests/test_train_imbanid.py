@@ -1455,3 +1455,86 @@ def test_new_texts_get_the_heads_probabilities(tiny_run):
     best = (z @ normalize(state["head"], dim=1).T / state["config"]["temperature"]).softmax(1).topk(3, dim=1)
     assert torch.allclose(torch.tensor(shares), best.values, atol=1e-4) and cluster == best.indices[:, 0].tolist()
     assert [[int(name) for name in row] for row in names] == best.indices.tolist()
+
+
+def test_pseudo_labels_are_confident_at_the_heads_temperature(tiny_run):
+    _, out = train(tiny_run[0], "--epochs", 0, "--temperature", 0.2, "--tag", "warm")
+    head = torch.load(out / "last.pt", weights_only=True)["head"]
+    z = torch.from_numpy(np.load(out / "train_feature.npy")).float()
+    label, q = (torch.from_numpy(np.load(out / f"{name}.npy")) for name in ("pseudo_label", "confidence"))
+    chance = (z @ normalize(head, dim=1).T / 0.2).softmax(1).gather(1, label[:, None])[:, 0]
+    assert (q < 1).sum() > 100 and torch.allclose(q[q < 1], chance[q < 1], atol=5e-3)
+
+
+def test_mot_goes_on_from_the_shares_before_and_dr_has_those_of_the_transport(tiny_run, monkeypatch):
+    given, made, selected, plan, select = [], [], [], train_imbanid.transport_plan, train_imbanid.select_clean
+
+    def transport_plan(log_p, args, potential, marginal):
+        given.append(marginal)
+        made.append(plan(log_p, args, potential, marginal))
+        return made[-1]
+
+    monkeypatch.setattr(train_imbanid, "transport_plan", transport_plan)
+    monkeypatch.setattr(train_imbanid, "select_clean", lambda *told: selected.append(told[2]) or select(*told))
+    train(tiny_run[0], "--pseudo_label", "mot", "--mu", 0.5, "--tag", "mot_shares")
+    assert given[0].tolist() == [1 / 8] * 8 and len(given) == 3
+    for before, (result, following), after, beta in zip(given, made, given[1:], selected, strict=False):
+        assert torch.equal(after, following) and not torch.equal(after, before) and torch.equal(beta, result.beta)
+
+
+def test_lr_is_of_the_layer_and_head_lr_of_the_head(tiny_run):
+    before = pretrain.load_checkpoint(tiny_run[1] / "out/demo_g4_s0/pretrain.pt")["trained_layers"]
+    for lr, head_lr in ((1e-12, 0.01), (0.01, 1e-12)):
+        _, out = train(tiny_run[0], "--epochs", 1, "--lr", lr, "--head_lr", head_lr, "--tag", f"rates{lr}")
+        after = torch.load(out / "last.pt", weights_only=True)["trained_layers"]
+        assert (max(float((p - before[name]).abs().max()) for name, p in after.items()) > 1e-3) == (lr > head_lr)
+
+
+def test_the_kmeans_rows_are_of_raw_and_of_pre_trained_features(tiny_run, tiny_encoder, monkeypatch):
+    given, rows = [], train_imbanid.kmeans_rows
+    monkeypatch.setattr(train_imbanid, "kmeans_rows", lambda *told: given.append(told) or rows(*told))
+    train(tiny_run[0], "--epochs", 0, "--restart", "--tag", "rows_of")  # which takes no kept rows
+    (raw, label, _, _, _, pretrained), = given
+    encoder = Encoder(str(tiny_encoder), 32, torch.device("cpu"), torch.float32)
+    tokens = encoder.tokenize([row[0] for row in read_tsv(tiny_run[1] / "data/demo_g4_s0/test.tsv")[1:]])
+    assert torch.allclose(raw["test"], normalize(encoder.all_features(encoder.trunk(tokens)), dim=1), atol=1e-5)
+    pretrain.load_trained_layers(encoder, pretrain.load_checkpoint(tiny_run[1] / "out/demo_g4_s0/pretrain.pt"))
+    assert torch.allclose(pretrained["test"], normalize(encoder.all_features(encoder.trunk(tokens)), dim=1), atol=1e-5)
+    assert not torch.allclose(raw["test"], pretrained["test"], atol=1e-4)
+    assert np.array_equal(label.numpy(), np.load(tiny_run[1] / "data/demo_g4_s0/train_label.npy"))
+
+
+def test_stage_3_reads_as_many_tokens_as_stage_1(tiny_run, tmp_path, monkeypatch):
+    pre = pretrain.load_checkpoint(tiny_run[1] / "out/demo_g4_s0/pretrain.pt")
+    (tmp_path / "demo_g4_s0").mkdir()
+    pretrain.save_checkpoint(tmp_path / "demo_g4_s0/pretrain.pt", **pre | {"config": pre["config"] | {"max_length": 5}})
+    seen, tokenize = [], Encoder.tokenize
+    monkeypatch.setattr(Encoder, "tokenize", lambda self, texts: seen.append(tokenize(self, texts)) or seen[-1])
+    train((*tiny_run[0][:-1], tmp_path), "--epochs", 0)
+    assert max(int(tokens.lengths.max()) for tokens in seen[1:]) == 5  # the first is the encoder's own check
+
+
+def test_every_draw_of_both_stages_is_by_the_seed(tiny_run, tiny_encoder, tmp_path, monkeypatch):
+    """The same data and settings under another seed: no generator starts where one of seed 0 starts."""
+    drawn = {}
+
+    def listen(owner, name, seed_of):
+        real = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given, **more: drawn.setdefault((name, owner), [set(), set()])[seed].add(
+            seed_of(given)) or real(*given, **more))
+
+    for owner, name, place in ((train_imbanid, "seed_centres", -1), (train_imbanid, "kmeans_rows", 4),
+                               (train_imbanid, "kmeans", 2), (train_imbanid, "appendix_e", 4),
+                               (train_imbanid, "seed_epoch", 0), (pretrain, "seed_epoch", 0), (torch, "manual_seed", 0)):
+        listen(owner, name, lambda given, place=place: given[place])
+    for name in ("mask_tokens", "replace_tokens"):
+        listen(Encoder, name, lambda given: given[-1].initial_seed())
+    monkeypatch.setattr(pretrain, "SAVE_STEPS", 2)
+    for seed in (0, 1):
+        data = shutil.copytree(tiny_run[1] / "data/demo_g4_s0", tmp_path / f"data/demo_g4_s{seed}")
+        (data / "meta.json").write_text(json.dumps(json.loads((data / "meta.json").read_text()) | {"seed": seed}))
+        task = ["--dataset", "demo", "--gamma", 4, "--seed", seed, "--data_dir", tmp_path / "data", "--out_dir", tmp_path]
+        for stage, flags in ((pretrain, (*TINY_PRETRAIN, "--encoder", tiny_encoder)),
+                             (train_imbanid, (*TINY_TRAIN, "--num_classes", "appendix_e"))):
+            stage.main(parse_args(stage.Args, [str(word) for word in (*task, *flags, "--epochs", 1)]))
+    assert len(drawn) == 9 and all(one and other and one.isdisjoint(other) for one, other in drawn.values()), drawn
