@@ -362,8 +362,9 @@ def by_cell(folder):
 
 
 def shared_seeds(cell):
-    """The seeds that all of METHODS in a cell of by_cell have; of a cell without one of them, that all in it have."""
-    known = [runs for runs in cell.values() if all(run["method"] in METHODS for run in runs.values())]
+    """The seeds that all of METHODS, but for CUT, in a cell of by_cell have; of a cell without one, that all in it have."""
+    known = [runs for title, runs in cell.items() if not title.removesuffix(HELD).endswith(CUT)
+             and all(run["method"] in METHODS for run in runs.values())]
     return set.intersection(*map(set, known or cell.values()))
 
 
@@ -371,14 +372,14 @@ def left_out(folder):
     """What compared leaves out of methods of one's own, in words."""
     return [f"{title} on {dataset}, gamma {gamma:g}, {Path(encoder).name}" for (dataset, gamma, encoder), cell
             in by_cell(folder).items() for title, runs in cell.items()
-            if shared_seeds(cell) - runs.keys() and not title.endswith(HELD)]
+            if shared_seeds(cell) - runs.keys() and not title.endswith((HELD, CUT))]
 
 
 def compared(folder, more=False):
     """[((dataset, gamma, encoder), seeds, {method's title: a run for each seed})] of results/*.json, on shared_seeds.
 
-    A method of one's own that lacks one of these is left out. more: where ImbaNID has more seeds than that, the methods that
-    have these too follow once more.
+    A method of one's own and one CUT that lack one of these are left out. more: where ImbaNID has more seeds than that, the
+    methods that have these too follow once more.
     """
     cells, groups = by_cell(folder), []
     for key in in_order(cells):

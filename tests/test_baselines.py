@@ -2,6 +2,8 @@
 import importlib
 import itertools
 import json
+import shutil
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,7 +27,7 @@ from losses import instance_wise_loss
 from make_lt_data import UserError
 from metrics import cluster_metrics, match_clusters
 from pretrain import locked
-from seeding import kmeans, semi_supervised_kmeans
+from seeding import kmeans, nearest, semi_supervised_kmeans
 
 NAMES = ("gcd", "deepaligned", "clnn", "dpn", "latentem", "usnid")
 
@@ -685,3 +687,221 @@ def test_confidence_is_the_cosine_to_the_own_centre(tiny_flags):
         "train_feature", "pseudo_label", "confidence"))
     mean = normalize(torch.stack([z[cluster == k].mean(0) for k in range(8)]), dim=1)
     assert torch.allclose(confidence, (z * mean[cluster.long()]).sum(1), atol=2e-3)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_defaults_are_those_of_the_kept_runs_in_full(name):
+    args = importlib.import_module(f"baselines.{name}").Args()
+    config = json.loads((REPO / f"results/clinc_g10_s0_{name}_full.json").read_text())["config"]
+    own = {field.name for field in fields(args)} - {field.name for field in fields(shared.Flags)}
+    assert own and {flag: getattr(args, flag) for flag in own} == {flag: config[flag] for flag in own}
+
+
+def copied_task(flags, **other):
+    """The flags of the same rows, and the same pretrain.pt, under another corpus's name or another seed."""
+    changed = flags | other
+    for folder in (flags["data_dir"], flags["out_dir"]):
+        shutil.copytree(Path(folder) / "demo_g4_s0", Path(folder) / f"{changed['dataset']}_g4_s{changed['seed']}",
+                        dirs_exist_ok=True)
+    path = Path(flags["data_dir"]) / f"{changed['dataset']}_g4_s{changed['seed']}/meta.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | other))
+    return changed
+
+
+def on_corpus(name, corpus, flags, monkeypatch, **more):
+    """(run, heads, batch_loss, the other arguments, memory of the first epoch) of a method's last stage on a corpus."""
+    flags = copied_task({key: value for key, value in flags.items() if key != "epochs"}, dataset=corpus)
+    run, found = stages(name, flags | more, monkeypatch)
+    memory = {"epoch": 1}
+    found["last"][2]["begin_epoch"](memory, lambda *_: None)
+    return run, *found["last"], memory
+
+
+@pytest.mark.parametrize("corpus, k, lr", [("clinc", 100, 1e-5), ("banking", 50, 1e-5), ("stackoverflow", 173, 1e-6)])
+def test_clnns_settings_of_each_corpus(tiny_flags, monkeypatch, corpus, k, lr):
+    for more, wanted in (({}, (lr, k)), ({"lr": 3e-4, "topk": 3}, (3e-4, 3))):  # 173: all other rows, fewer than 500
+        *_, given, memory = on_corpus("clnn", corpus, tiny_flags, monkeypatch, **more)
+        assert (given["lr"], memory["near"].shape[1]) == wanted
+
+
+@pytest.mark.parametrize("corpus, epochs, weight", [("clinc", 80, 10), ("banking", 60, 10), ("stackoverflow", 10, 90)])
+def test_dpns_settings_of_each_corpus(tiny_flags, monkeypatch, corpus, epochs, weight):
+    for more, times in (({}, weight), ({"known_weight": 3.0}, 3)):
+        run, heads, batch_loss, given, memory = on_corpus("dpn", corpus, tiny_flags, monkeypatch, n_init=1, **more)
+        losses = []
+        for known in (True, False):
+            torch.manual_seed(1)
+            losses.append(batch_loss(ROWS, memory | {"is_known": torch.full_like(memory["is_known"], known)}).detach())
+        one = prototype_loss(heads["dense"](features(run, ROWS)), memory["known"], 0.07, "cosine").mean().detach()
+        assert float(losses[0] - losses[1]) == pytest.approx(times * float(one), rel=1e-3) and given["epochs"] == epochs
+
+
+@pytest.mark.parametrize("corpus, lr, tau", [("clinc", 1e-5, 0.1), ("banking", 1e-5, 0.05), ("stackoverflow", 2e-5, 0.05)])
+def test_usnids_settings_of_each_corpus(tiny_flags, monkeypatch, corpus, lr, tau):
+    for more, (rate, heat) in (({}, (lr, tau)), ({"lr": 3e-4, "tau": 0.7}, (3e-4, 0.7))):
+        run, heads, batch_loss, given, memory = on_corpus("usnid", corpus, tiny_flags, monkeypatch, **more)
+        loss, y = float(batch_loss(ROWS, memory).detach()), memory["pseudo_label"][ROWS]
+        z = heads["dense"](torch.stack([features(run, ROWS, run.views[copy][1]) for copy in (0, 1)], 1))
+        expected = (cross_entropy(heads["head"](z).flatten(0, 1), y.repeat_interleave(2))
+                    + shared.supervised_contrast(normalize(heads["contrast"](z), dim=2), y, heat))
+        assert loss == pytest.approx(float(expected.detach()), rel=1e-4) and given["lr"] == rate
+
+
+def test_dpns_clusters_are_of_features_of_any_length(tiny_flags, monkeypatch):
+    run, found = stages("dpn", tiny_flags | {"n_init": 2}, monkeypatch)
+    (heads, _, more), memory = found["last"], {}
+    more["begin_epoch"](memory, None)
+    z = heads["dense"](run.encoder.all_features(run.hidden["train"])).detach()
+    assert torch.equal(memory["cluster"], kmeans(z, run.K, 0, 2)[0])
+
+
+@pytest.mark.parametrize("name, every", [("gcd", 2), ("clnn", 1), ("usnid", 2)])
+def test_a_method_sees_new_views_every_few_epochs(tiny_flags, monkeypatch, name, every):
+    _, found = stages(name, tiny_flags, monkeypatch)
+    _, batch_loss, more = found["last"]
+    memory, losses = {"epoch": 1}, []
+    more.get("begin_epoch", lambda *_: None)(memory, lambda *_: None)
+    for epoch in range(1, every + 2):
+        torch.manual_seed(1)
+        losses.append(float(batch_loss(ROWS, memory | {"epoch": epoch}).detach()))
+    assert len({*losses[:every]}) == 1 and losses[every] != losses[0]
+
+
+@pytest.mark.parametrize("name, stage, patience, lr", [("gcd", "last", 20, 5e-5), ("usnid", "pretrain", 10, 5e-5)])
+def test_when_a_stage_stops(tiny_flags, monkeypatch, name, stage, patience, lr):
+    run, found = stages(name, tiny_flags, monkeypatch)
+    heads, _, told = found[stage]
+    assert (told["patience"], told["lr"]) == (patience, lr)
+    if name == "usnid":
+        with torch.no_grad():
+            logits = heads["known"](heads["dense"](run.encoder.all_features(run.hidden["dev"])))
+        assert told["judge"]({}) == pytest.approx(float(cross_entropy(logits, run.label["dev"])), rel=1e-5)
+
+
+def test_usnid_contrasts_labelled_rows_with_themselves_under_another_dropout(tiny_flags, monkeypatch):
+    run, found = stages("usnid", tiny_flags, monkeypatch)
+    heads, _, more = found["last"]
+    z = features(run, ROWS)
+    assert torch.equal(heads["dense"](z), z), "it starts as the identity, without a tanh"
+    steps, memory = [], {"epoch": 1}
+    torch.manual_seed(1)
+    more["begin_epoch"](memory, lambda loss, rows: steps.append((float(loss.detach()), rows)))
+    rows = steps[0][1]
+    assert not torch.equal(rows, run.labelled[:len(rows)]), "shuffled"
+    torch.manual_seed(1)
+    torch.randperm(len(run.labelled))
+    for module in (run.encoder, heads["dense"]):
+        module.train()
+    z = torch.stack([heads["dense"](features(run, rows)) for _ in range(2)], 1)
+    expected = shared.supervised_contrast(normalize(heads["contrast"](z), dim=2), run.label["train"][rows], 0.05)
+    assert not torch.allclose(z[:, 0], z[:, 1]) and steps[0][0] == pytest.approx(float(expected.detach()), rel=1e-4)
+
+
+@pytest.mark.parametrize("name, width", [("gcd", 256), ("clnn", 128)])
+def test_a_projection_is_not_linear(tiny_flags, monkeypatch, name, width):
+    for more in ({}, {"projection": 7}):
+        run, found = stages(name, tiny_flags | more, monkeypatch)
+        head, z = found["last"][0]["head"], features(run, ROWS)
+        assert head(z).shape[1] == more.get("projection", width)
+        assert not torch.allclose(head(z) + head(-z), 2 * head(0 * z), atol=1e-4)
+
+
+def test_deepaligneds_centres_keep_their_numbers(tiny_flags, monkeypatch):
+    run, found = stages("deepaligned", {**tiny_flags, "pretrain_epochs": 1}, monkeypatch)
+    (heads, _, more), memory = found["last"], {"epoch": 3}
+    judge = more["judge"]
+    judge(memory)
+    assert torch.equal(memory["centre"], kmeans(run.unit_features(dense=heads["dense"]), run.K, 3)[0])
+    memory["centre"] = before = memory["centre"].roll(2, 0)
+    judge(memory)
+    assert torch.allclose(memory["centre"], before, atol=1e-5)
+
+
+def test_latentem_clusters_the_features_as_they_are(tiny_flags, monkeypatch):
+    run, found = stages("latentem", tiny_flags, monkeypatch)
+    heads, _, more = found["last"]
+    torch.nn.init.orthogonal_(heads["dense"][0].weight)
+    memory = {"epoch": 3}
+    more["begin_epoch"](memory, None)
+    assert torch.equal(memory["cluster"], kmeans(run.unit_features(dense=heads["dense"]), run.K, 3)[1])
+
+
+@pytest.mark.parametrize("name, more", [(name, {}) for name in NAMES] + [("kmeans", {}), ("kmeans", {"semi_supervised": True})])
+def test_the_end_of_each_method(tiny_flags, monkeypatch, name, more):
+    """What it hands to finish, without having trained."""
+    ends = []
+    if name == "kmeans":
+        tiny_flags = {key: value for key, value in tiny_flags.items() if key not in ("batch_size", "epochs")}
+    else:
+        monkeypatch.setattr(f"baselines.{name}.train", lambda run, stage, heads, *_, **__: {"centre": torch.ones(8, 32)})
+    monkeypatch.setattr(shared, "train", lambda *_, **__: {})
+    monkeypatch.setattr(f"baselines.{name}.finish", lambda *given, **__: ends.append(given))
+    starts = {"n_init": 2} if name in ("gcd", "dpn") or more else {}
+    method(name, **tiny_flags, **more, **starts, tag="end")
+    (run, fit, *dense), = ends
+    z, label = normalize(torch.randn(174, 32, generator=torch.Generator().manual_seed(0)), dim=1), run.label["train"]
+    expected = (semi_supervised_kmeans(z, label, 8, 6, 0, 2, True) if name == "gcd" or more.get("semi_supervised") else
+                torch.ones(8, 32) if name == "deepaligned" else
+                kmeans(z, 8, 0, init=torch.ones(8, 32))[0] if name == "usnid" else
+                kmeans(z, 8, 0, n_init={"dpn": 2, "kmeans": 3}.get(name, 10))[0])
+    assert torch.equal(fit(z), expected) and bool(dense) == (name not in ("gcd", "clnn", "kmeans"))
+
+
+def test_each_row_of_results_is_what_it_is_called(tiny_flags, monkeypatch, capsys):
+    run = stages("gcd", tiny_flags, monkeypatch)[0]
+    run.args.seed, run.meta["on_dev"], label = 1, True, run.label["train"]
+    monkeypatch.setattr(shared, "semi_supervised_kmeans", semi_supervised_kmeans)  # with all its starts
+    dense = torch.nn.Linear(32, 32)  # whose features differ much from the raw ones
+    shared.finish(run, lambda z: kmeans(z, run.K, 5)[0], dense, ends=("held",))
+    results = json.loads((run.out / "results.json").read_text())
+    truth, counts = run.labels["test"], np.load(run.data / "class_counts.npy")
+    z = {split: run.unit_features(split, dense) for split in ("train", "test")}
+    raw = {split: run.unit_features(split) for split in ("train", "test")}
+    expected = {"test": nearest(z["test"], kmeans(z["train"], 8, 5)[0]), "test_kmeans": kmeans(z["test"], 8, 1)[1],
+                "test_held": nearest(z["test"], semi_supervised_kmeans(z["train"], label, 8, 6, 1, 100, True)),
+                "kmeans_raw": nearest(raw["test"], kmeans(raw["train"], 8, 1, n_init=3)[0]),
+                "ss_kmeans_raw": nearest(raw["test"], semi_supervised_kmeans(raw["train"], label, 8, 6, 1))}
+    assert {row: results[row] for row in expected} == {
+        row: cluster_metrics(truth, found.numpy(), 6, counts) for row, found in expected.items()}
+    assert len({results[row]["NMI"] for row in expected}) == 5 and results["on_dev"]
+    said = {line[:28].strip(): line[28:].split() for line in capsys.readouterr().out.splitlines()}
+    for title, row in (("protocol C", "test"), ("protocol T", "test_kmeans"), ("protocol C, labels held", "test_held"),
+                       ("k-means, raw", "kmeans_raw"), ("semi-sup. k-means, raw", "ss_kmeans_raw")):
+        assert said[title][0] == f"{results[row]['ACC']:.2f}"
+
+
+def toy_run(folder, seed=0, rows=6):
+    layer = torch.nn.Linear(1, 1, bias=False)
+    return SimpleNamespace(args=SimpleNamespace(seed=seed, restart=False), out=folder, device=torch.device("cpu"), config={},
+                           encoder=SimpleNamespace(trained_layers=layer, fingerprint="a"), label={"train": torch.zeros(rows)},
+                           log=[], seconds={}, epochs={}, kept={})
+
+
+def test_each_epoch_of_each_seed_has_an_order_of_its_own(tmp_path):
+    orders = []
+    for seed in (0, 1):
+        run, seen = toy_run(tmp_path / str(seed), seed, 30), []
+
+        def batch_loss(rows, memory, run=run, seen=seen):
+            seen.extend(rows.tolist())
+            return run.encoder.trained_layers.weight.sum()
+
+        shared.train(run, "toy", {}, batch_loss, epochs=2, batch_size=10, lr=0.01)
+        orders += [tuple(seen[:30]), tuple(seen[30:])]
+    assert len({*orders, tuple(range(30))}) == 5 and all(sorted(order) == [*range(30)] for order in orders)
+
+
+def test_of_equally_good_epochs_the_first_is_kept(tmp_path):
+    run, values = toy_run(tmp_path), iter([3.0, 1.0, 1.0, 1.0, 0.0])
+    shared.train(run, "toy", {}, lambda rows, memory: run.encoder.trained_layers.weight.sum(), epochs=9, batch_size=2, lr=0.01,
+                 judge=lambda memory: next(values), patience=2)
+    assert run.epochs == {"toy": 4} and run.kept == {"toy": 2}
+
+
+def test_another_seed_has_other_heads_and_views_and_labelled_rows_are_drawn(tiny_flags, monkeypatch):
+    flags = [tiny_flags, copied_task(tiny_flags, seed=1)]
+    runs, found = zip(*(stages("gcd", of_seed, monkeypatch) for of_seed in flags))
+    first, second = (stage["last"][0]["head"][0].weight for stage in found)
+    assert not torch.equal(first, second)
+    assert not torch.equal(*(run.view(1, run.encoder.replace_tokens, 0.5).values[:500] for run in runs))
+    assert not torch.equal(*(runs[0].draw_labelled(5).sort().values for _ in range(2)))

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import REPO, one_line_error, script
+from matplotlib.container import BarContainer
 from matplotlib.image import imread
 from scipy.stats import ttest_rel
 
@@ -724,3 +725,81 @@ def test_another_corpus_leaves_the_papers_figures_where_they_are(monkeypatch):
     before = [table(REPO / "results") for table in tables]
     monkeypatch.setattr(figures, "CORPORA", {"mine": ("MINE-LT", "", {}), **figures.CORPORA})
     assert all(before) and [table(REPO / "results") for table in tables] == before
+
+
+def of_folder(out):
+    return {**figures.read_results(out), "folder": out}
+
+
+def test_confusion_has_a_true_class_in_a_row(tmp_path):
+    out = make_run(tmp_path)
+    found = np.repeat(np.arange(6), 10)
+    found[:4] = 1  # four of ten rows of class 0
+    np.save(out / "test_pred.npy", found)
+    table = figures.confusion(of_folder(out)).axes[0].images[0].get_array()  # classes 0, 4, 1, .. by size
+    np.testing.assert_allclose(table[[0, 2]], [[60, 0, 40, 0, 0, 0, 0], [0, 0, 100, 0, 0, 0, 0]])
+
+
+def test_known_and_novel_classes_of_a_benchmark_are_told_apart(tmp_path):
+    run = of_folder(make_run(tmp_path))
+    sizes = [dots.get_offsets()[:, 1].tolist() for dots in figures.class_sizes(run).axes[0].collections]
+    assert sizes == [[40, 25, 16, 10], [30, 11]], "known, novel"
+    figure = figures.tsne_map(run)
+    named = [text.get_text().split("(")[1] for text in figure.legends[0].get_texts()]
+    assert named == ["40)", "25)", "16)", "10)", "30)", "11)"]
+    assert [len(dots.get_facecolors()) for dots in figure.axes[0].collections[1:]] == [1, 1, 1, 1, 0, 0], "hollow"
+    curve = figures.gamma_curves([("demo-LT", {4.0: [run]})], "gamma").axes[0].lines[0]
+    assert curve.get_ydata().tolist() == [40, 30, 25, 16, 11, 10]
+
+
+def test_bars_and_dots_are_the_scores(tmp_path):
+    runs = [of_folder(make_run(tmp_path, seed, tag, known_ratio=ratio)) for tag, ratio in (("", 0.5), ("no_dr", 0.75))
+            for seed in (0, 1)]
+    for run, acc in zip(runs, (50, 60, 70, 90)):
+        run |= {"test": SCORES | {"ACC": acc}, "test_kmeans": SCORES | {"ACC": 30}}
+    axis = figures.ratio_bars([("demo-LT", {0.5: runs[:2], 0.75: runs[2:]})], "known_ratio").axes[0]
+    bars = {found.get_label(): found for found in axis.containers if isinstance(found, BarContainer)}
+    assert {name: [bar.get_height() for bar in found] for name, found in bars.items()} == {
+        "ACC": [55, 80], "NMI": [61, 61], "ARI": [62, 62]}
+    ends = [segment[:, 1].tolist() for segment in bars["ACC"].errorbar.lines[2][0].get_segments()]
+    np.testing.assert_allclose(ends, [[55 - 50 ** 0.5, 55 + 50 ** 0.5], [80 - 200 ** 0.5, 80 + 200 ** 0.5]])
+    axis = figures.tag_dots([("demo-LT", {"": runs[:2], "no_dr": runs[2:]})], "tag").axes[0]
+    assert axis.lines[0].get_xdata().tolist() == [55, 80]
+    ends = [segment[:, 0].tolist() for segment in axis.collections[0].get_segments()]
+    np.testing.assert_allclose(ends, [[55 - 50 ** 0.5, 55 + 50 ** 0.5], [80 - 200 ** 0.5, 80 + 200 ** 0.5]])
+    found = {bars.get_label(): bars[0].get_height() for bars in figures.groups(runs[0]).axes[0].containers}
+    assert (found["ImbaNID"], found["ImbaNID, protocol T"]) == (50, 30)
+
+
+def test_a_mean_says_how_long_and_how_large(tmp_path, capsys):
+    folders = [make_run(tmp_path, seed) for seed in (0, 1)]
+    for folder, minutes, memory in zip(folders, (3, 5), (2000, 1000)):
+        results = figures.read_results(folder) | {"peak_memory_mb": memory}
+        results["seconds"] = {"pretrain": 60, "train": 60 * minutes - 60}
+        results |= dict.fromkeys(("test", "test_kmeans", "kmeans_raw", "ss_kmeans_raw"), SCORES | {"tail": 50.0})
+        (folder / "results.json").write_text(json.dumps(results))
+    figures.print_mean(folders)
+    assert "4.0 minutes a run, all its stages, peak memory 2.1 GB" in capsys.readouterr().out
+
+
+def test_lambda2_left_to_the_script_is_what_it_takes(tmp_path):
+    for gamma, default in ((1.0, 7.0), (4.0, 2.0)):
+        runs = [figures.read_results(make_run(tmp_path, 0, tag, gamma=gamma, lambda2=value))
+                for tag, value in (("", 0.0), ("l1", 1.0))]
+        (_, by_value), = figures.varied(runs, "lambda2")
+        assert [*by_value] == [1.0, default]
+
+
+def test_an_ablation_on_seeds_that_the_whole_method_lacks_has_no_difference():
+    one, two = {"test": {"ACC": 60.0}}, {"test": {"ACC": 70.0}}
+    runs = {("demo", ""): {0: one}, ("demo", "no_dr"): {0: one, 1: two}}
+    assert figures.against_full(runs, "demo", "no_dr", "test") == "65.00"
+
+
+def test_a_short_schedule_on_fewer_seeds_takes_none_from_the_others(tmp_path):
+    for method, tag, acc, seeds in (("imbanid", "", 80, (0, 1, 2)), ("gcd", "full", 60, (0, 1, 2)), ("gcd", "", 70, (0,))):
+        for seed in seeds:
+            results = figures.read_results(make_run(tmp_path / f"{method}{tag}{seed}", seed))
+            results |= {"method": method, "tag": tag, "test": SCORES | {"ACC": acc}, "epochs": 100 if tag else 20}
+            figures.write_atomic(tmp_path / f"demo_g4_s{seed}_{method}_{tag}.json", json.dumps(results))
+    assert [seeds for _, seeds, _ in figures.compared(tmp_path)] == [[0, 1, 2]]

@@ -345,3 +345,48 @@ def test_hidden_classes_leave_nothing_of_the_test_set_and_no_label_of_their_own(
     one_line_error(script("tests/hide_classes.py", tmp_path / "demo_g4_s0", ok=False), "made from another", "remove")
     one_line_error(script("tests/hide_classes.py", ok=False), "usage")
     one_line_error(script("tests/hide_classes.py", tmp_path / "gone", ok=False), "make_lt_data.py")
+
+
+def test_the_papers_counts_and_the_printed_row(capsys):
+    for dataset, gamma, total in TOTALS:
+        labelled, unlabelled = make_lt_data.PAPER_COUNTS[dataset, gamma]
+        assert labelled + unlabelled == total - ((dataset, gamma) == ("clinc", 5)) and 0.07 < labelled / total < 0.09
+    make_lt_data.print_table_row({"dataset": "clinc", "gamma": 10, "seed": 0, "known_ratio": 0.75, "labeled_ratio": 0.1,
+                                  "num_classes": 150, "num_known": 113, "num_labelled": 584, "num_unlabelled": 6394,
+                                  "num_test": 2250})
+    assert [line[16:].split() for line in capsys.readouterr().out.splitlines()[1:]] == [
+        ["|Yk|", "|Yn|", "|Dl|", "|Du|", "|Dt|", "|Dl|+|Du|"], ["113", "37", "584", "6394", "2250", "6978"],
+        ["113", "37", "583", "6395", "2250", "6978"]]
+
+
+def test_known_and_novel_classes_are_each_in_alphabetical_order():
+    _, _, names, _, num_known, _ = make_lt_data.make_split(corpus(20), 4, 0, 0.5, 0.1)
+    assert (names[:num_known], names[num_known:]) == (sorted(names[:num_known]), sorted(names[num_known:]))
+
+
+def test_the_labels_that_are_shown_and_what_the_meta_file_counts(tmp_path, tiny_raw):
+    make_lt_data.main(make_lt_data.parse_args(make_lt_data.Args, [
+        "--dataset", "demo", "--gamma", "4", "--raw_dir", str(tiny_raw), "--data_dir", str(tmp_path)]))
+    texts, labels, _, meta = read_run(tmp_path / "demo_g4_s0")
+    counts, shown = np.load(tmp_path / "demo_g4_s0/class_counts.npy"), labels["train"] >= 0
+    assert np.bincount(labels["train"][shown]).tolist() == [-(-n // 10) for n in counts[:6].tolist()]
+    assert [meta[f"num_{key}"] for key in ("classes", "known", "labelled", "unlabelled", "dev", "test")] == [
+        8, 6, shown.sum(), (~shown).sum(), len(texts["dev"]), len(texts["test"])]
+
+
+def test_data_made_from_another_raw_file_are_refused(tmp_path, tiny_raw):
+    shutil.copytree(tiny_raw / "demo", tmp_path / "raw/demo")
+    args = make_lt_data.parse_args(make_lt_data.Args, ["--dataset", "demo", "--gamma", "4", "--raw_dir", str(tmp_path / "raw"),
+                                                       "--data_dir", str(tmp_path / "data")])
+    make_lt_data.main(args)
+    with open(tmp_path / "raw/demo/train.tsv", "a") as file:
+        file.write("one more\tcheck\n")
+    with pytest.raises(UserError, match="made from another .*train.tsv"):
+        make_lt_data.main(args)
+
+
+def test_stackoverflows_classes_are_called_after_what_they_are_about(real_raw):
+    rows = make_lt_data.raw_corpus("stackoverflow", real_raw, "")[0]["train"]
+    for name in {label for _, label in rows}:
+        about = [label for text, label in rows if name.replace("-", " ") in text.lower()]
+        assert max(set(about), key=about.count) == name
