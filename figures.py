@@ -363,7 +363,7 @@ def by_cell(folder):
 
 def shared_seeds(cell):
     """The seeds that all of METHODS, but for CUT, in a cell of by_cell have; of a cell without one, that all in it have."""
-    known = [runs for title, runs in cell.items() if not title.removesuffix(HELD).endswith(CUT)
+    known = [runs for title, runs in cell.items() if not title.endswith((HELD, CUT))  # HELD has the seeds of its method
              and all(run["method"] in METHODS for run in runs.values())]
     return set.intersection(*map(set, known or cell.values()))
 

@@ -278,13 +278,19 @@ def test_latentems_loss(tiny_flags, monkeypatch):
     assert float(batch_loss(ROWS, memory).detach()) == pytest.approx(float(expected.detach()), rel=1e-4)
 
 
-def test_the_loop_of_a_stage_keeps_the_best_epoch_and_follows_its_schedule(tmp_path):
-    """A loss whose gradient is always 1: Adam's steps are then the learning rate, and the weight says what it was."""
+def toy_run(folder, seed=0, rows=6):
+    """What shared.train needs of a Run, with a trained layer of one weight, 5."""
     layer = torch.nn.Linear(1, 1, bias=False)
     layer.weight.data.fill_(5.0)
-    run = SimpleNamespace(args=SimpleNamespace(seed=0, restart=False), out=tmp_path, device=torch.device("cpu"), config={},
-                          encoder=SimpleNamespace(trained_layers=layer, fingerprint="a"), label={"train": torch.zeros(6)},
-                          log=[], seconds={}, epochs={}, kept={})
+    return SimpleNamespace(args=SimpleNamespace(seed=seed, restart=False), out=folder, device=torch.device("cpu"), config={},
+                           encoder=SimpleNamespace(trained_layers=layer, fingerprint="a"), label={"train": torch.zeros(rows)},
+                           log=[], seconds={}, epochs={}, kept={})
+
+
+def test_the_loop_of_a_stage_keeps_the_best_epoch_and_follows_its_schedule(tmp_path):
+    """A loss whose gradient is always 1: Adam's steps are then the learning rate, and the weight says what it was."""
+    run = toy_run(tmp_path)
+    layer = run.encoder.trained_layers
     weights, training, judged, values = [5.0], [], [], iter([3.0, 1.0, 2.0, 1.5, 0.0])
 
     def batch_loss(rows, memory):
@@ -597,11 +603,8 @@ def test_a_second_run_in_the_same_folder_is_told_so(tiny_flags):
 
 
 def test_the_loop_clips_counts_other_steps_and_may_keep_the_start(tmp_path):
-    layer = torch.nn.Linear(1, 1, bias=False)
-    layer.weight.data.fill_(5.0)
-    run = SimpleNamespace(args=SimpleNamespace(seed=0, restart=False), out=tmp_path, device=torch.device("cpu"), config={},
-                          encoder=SimpleNamespace(trained_layers=layer, fingerprint="a"), label={"train": torch.zeros(6)},
-                          log=[], seconds={}, epochs={}, kept={})
+    run = toy_run(tmp_path)
+    layer = run.encoder.trained_layers
     weights, values = [], iter([1.0, 3.0, 2.0])
 
     def batch_loss(rows, memory):
@@ -868,13 +871,6 @@ def test_each_row_of_results_is_what_it_is_called(tiny_flags, monkeypatch, capsy
     for title, row in (("protocol C", "test"), ("protocol T", "test_kmeans"), ("protocol C, labels held", "test_held"),
                        ("k-means, raw", "kmeans_raw"), ("semi-sup. k-means, raw", "ss_kmeans_raw")):
         assert said[title][0] == f"{results[row]['ACC']:.2f}"
-
-
-def toy_run(folder, seed=0, rows=6):
-    layer = torch.nn.Linear(1, 1, bias=False)
-    return SimpleNamespace(args=SimpleNamespace(seed=seed, restart=False), out=folder, device=torch.device("cpu"), config={},
-                           encoder=SimpleNamespace(trained_layers=layer, fingerprint="a"), label={"train": torch.zeros(rows)},
-                           log=[], seconds={}, epochs={}, kept={})
 
 
 def test_each_epoch_of_each_seed_has_an_order_of_its_own(tmp_path):

@@ -48,6 +48,11 @@ def make_run(folder, seed=0, tag="", **settings):
     return out
 
 
+def of_folder(out):
+    """A finished run as figures.py's pictures take it."""
+    return {**figures.read_results(out), "folder": out}
+
+
 def make_own(folder, clusters=6, rows=40):
     """A run on own data, after predict.py: row 1 has no text, and the texts try to break the page."""
     out = folder / "out" / "mine_s0"
@@ -160,7 +165,7 @@ def test_a_clusters_file_from_a_spreadsheet_is_reported_or_said_to_be_wrong(tmp_
 
 def test_the_report_counts_names_and_refuses_what_predict_refuses(tmp_path):
     own = make_own(tmp_path)
-    run, lines = {**figures.read_results(own), "folder": own}, figures.cluster_lines(own)
+    run, lines = of_folder(own), figures.cluster_lines(own)
     with open(own / "assignments.csv", "a") as f:
         f.write(",,,,,\r\n")  # a spreadsheet's empty row
     for line, name in zip(lines, ("lights", "lights", "alarm", "music", "alarm", "door")):  # 0 and 3 are known
@@ -185,7 +190,7 @@ def test_the_report_counts_names_and_refuses_what_predict_refuses(tmp_path):
 def test_a_report_of_two_thousand_clusters_is_a_few_megabytes(tmp_path, monkeypatch):
     own = make_own(tmp_path, clusters=2000, rows=2000)
     monkeypatch.setattr(figures, "MAP_ROWS", 50)
-    page = figures.report({**figures.read_results(own), "folder": own}, {})
+    page = figures.report(of_folder(own), {})
     data = page_data(page)
     assert len(data["clusters"]) == 2000 and len(data["points"]) == 50 and len(page.encode()) < 4e6
 
@@ -217,11 +222,11 @@ def test_sizes_of_own_clusters_are_those_of_the_table(tmp_path):
     own = make_own(tmp_path)
     text = (own / "clusters.csv").read_text(encoding="utf-8").replace(",6,1.50", ",9,1.50", 1)
     (own / "clusters.csv").write_text(text.replace("\n5,no,", "\n5,yes,"), encoding="utf-8")
-    axis = figures.class_sizes({**figures.read_results(own), "folder": own}).axes[0]
+    axis = figures.class_sizes(of_folder(own)).axes[0]
     known, new = ([row[1] for row in dots.get_offsets().tolist()] for dots in axis.collections)
     assert (known, new) == ([9, 6, 6], [6, 6, 6]) and axis.get_ylabel().startswith("rows")
     (own / "clusters.csv").write_text(text.replace(",yes,", ",no,"), encoding="utf-8")
-    axis = figures.class_sizes({**figures.read_results(own), "folder": own}).axes[0]
+    axis = figures.class_sizes(of_folder(own)).axes[0]
     assert [label.get_text() for label in axis.get_legend().get_texts()] == ["new"]
 
 
@@ -230,7 +235,7 @@ def test_a_map_without_a_second_direction_has_numbers():
 
 
 def test_every_gamma_has_a_curve_and_kmeans_no_residual(tmp_path):
-    by_gamma = {gamma: [{**figures.read_results(out), "folder": out}] for gamma in (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
+    by_gamma = {gamma: [of_folder(out)] for gamma in (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
                 for out in [make_run(tmp_path, gamma=gamma)]}
     lines = figures.gamma_curves([("demo-LT", by_gamma)], "gamma").axes[0].lines
     assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == 8
@@ -338,7 +343,7 @@ def test_several_runs_are_compared_where_they_differ(tmp_path):
     outs += [make_run(tmp_path, seed, f"omega{omega}", omega=omega) for omega in (0.1, 0.9) for seed in (0, 1)]
     outs += [make_run(tmp_path, 0, "l1", lambda2=1.0), make_run(tmp_path, 0, "no_dr"), make_run(tmp_path, gamma=10.0),
              make_run(tmp_path, known_ratio=0.5)]
-    kept = [{**figures.read_results(out), "folder": out} for out in outs]
+    kept = [of_folder(out) for out in outs]
     same = "dataset gamma known_ratio labeled_ratio encoder omega lambda2".split()
     assert [{value: len(group) for value, group in by_value.items()} for key, how in
             (("omega", None), ("lambda2", None), ("known_ratio", None), ("tag", same), ("gamma", ["dataset"]))
@@ -709,7 +714,7 @@ def test_confusion_counts_the_matched_classes(tmp_path):
     out = make_run(tmp_path)
     label = np.load(tmp_path / "data/demo_g4_s0/test_label.npy")
     np.save(out / "test_pred.npy", (label + 1) % 6)  # clusters have numbers of their own
-    figure = figures.confusion({**figures.read_results(out), "folder": out})
+    figure = figures.confusion(of_folder(out))
     table = figure.axes[0].images[0].get_array()
     np.testing.assert_allclose(table[:6, :6], 100 * np.eye(6))
     assert [tick.get_text() for tick in figure.axes[0].get_yticklabels()][1] == "plain (novel)", "by training size"
@@ -725,10 +730,6 @@ def test_another_corpus_leaves_the_papers_figures_where_they_are(monkeypatch):
     before = [table(REPO / "results") for table in tables]
     monkeypatch.setattr(figures, "CORPORA", {"mine": ("MINE-LT", "", {}), **figures.CORPORA})
     assert all(before) and [table(REPO / "results") for table in tables] == before
-
-
-def of_folder(out):
-    return {**figures.read_results(out), "folder": out}
 
 
 def test_confusion_has_a_true_class_in_a_row(tmp_path):
