@@ -187,6 +187,29 @@ def test_the_report_counts_names_and_refuses_what_predict_refuses(tmp_path):
         figures.report(run, {})
 
 
+def test_each_row_stands_in_the_map_where_its_own_features_are(tmp_path, monkeypatch):
+    """With rows in another order than the texts were learned in, one of them twice, and each as sure as itself."""
+    own = make_own(tmp_path)
+    train_row = np.load(own / "train_row.npy")[::-1]
+    train_row[7] = train_row[3]
+    np.save(own / "train_row.npy", train_row)
+    with open(own / "assignments.csv", "w", encoding="utf-8", newline="") as f:
+        lines = csv.writer(f)
+        lines.writerow("row text label cluster name confidence".split())
+        lines.writerows([i + 1, f"text {row}", "x" * (row % 2), row % 6, "x", f"{row}.5"] if row >= 0 else
+                        [i + 1, "", "", "", "", ""] for i, row in enumerate(train_row))
+    monkeypatch.setattr(figures, "tsne", lambda feature, rows: (np.arange(len(rows)), np.stack([rows, rows], 1) / 100))
+    page = figures.report(of_folder(own), {})
+    rows = train_row[train_row >= 0].tolist()
+    assert page_data(page)["points"] == [[row / 100, row / 100, row % 6, f"text {row}", f"{row}.5"] for row in rows]
+    text = (own / "clusters.csv").read_text(encoding="utf-8")
+    (own / "clusters.csv").write_text(re.sub("\n3,yes,.*?\n4,", "\n4,", text, flags=re.S), encoding="utf-8")  # a line less
+    page = figures.report(of_folder(own), {})
+    assert [p[3] for p in page_data(page)["points"]] == [f"text {row}" for row in rows if row % 6 != 3]
+    for part in ("rows<dd>30 of 40<", "minutes<dd>0.1<", f"Up to {figures.MAP_ROWS:,} rows", "Up to 3,000 rows"):
+        assert part in page, part
+
+
 def test_a_report_of_two_thousand_clusters_is_a_few_megabytes(tmp_path, monkeypatch):
     own = make_own(tmp_path, clusters=2000, rows=2000)
     monkeypatch.setattr(figures, "MAP_ROWS", 50)

@@ -20,6 +20,7 @@ from conftest import PATIENCE, REPO, TINY_PRETRAIN, TINY_TRAIN, one_line_error, 
 from torch.nn.functional import normalize
 
 import make_lt_data
+import predict
 from make_lt_data import (
     UserError,
     make_own_task,
@@ -86,6 +87,50 @@ def test_a_name_whose_quote_never_ends_is_told_as_soon_for_many_rows(tmp_path):
 
 def test_a_label_that_is_json_too_deep_to_read_is_taken_as_it_is():
     assert plain_label("[" * 100_000) == "[" * 100_000
+
+
+def test_every_usual_name_of_a_label_column_is_found_and_label_first(tmp_path):
+    said = (REPO / "README.md").read_text().split("The label column is found if it is called ")[1].split(".")[0]
+    names = re.split(", | or ", said)
+    assert len(names) == 7
+    for name in names:
+        path = table(tmp_path / "t.csv", [(text, "b", "a") for text in TEXTS], ("text", "note", name.title()))
+        assert read_table(path, "", "")[1:] == (["a"] * len(TEXTS), "text", name.title())
+    both = table(tmp_path / "both.csv", [("b", text, "a") for text in TEXTS], ("topic", "text", "label"))
+    assert read_table(both, "", "")[3] == "label"  # the more usual name, wherever it stands
+    swapped = table(tmp_path / "swapped.csv", [("an intent of a long name", text) for text in TEXTS], ("message", "note"))
+    assert read_table(swapped, "", "message")[2:] == ("note", "message")  # what holds the labels is not read as texts
+
+
+def test_ten_different_texts_are_enough_and_nine_are_not(tmp_path):
+    rows = [(text, "") for text in TEXTS[:9]] * 2
+    with pytest.raises(UserError, match="18 row.* 9 different text.* at least 10 are needed"):
+        read_table(table(tmp_path / "nine.csv", rows), "", "none")
+    assert len(read_table(table(tmp_path / "ten.csv", [*rows, (TEXTS[9], "")]), "", "none")[0]) == 19
+
+
+def test_spaces_around_a_text_make_no_other_text_and_spaces_alone_none(tmp_path):
+    own = [*TEXTS, "within  it\nthey are kept"]
+    path = table(tmp_path / "t.csv", [(text, "") for text in [*own, f" {own[0]}", f"{own[1]}\t\n", " \n "]])
+    found, _, _, row = make_own_task(*read_table(path, "", "none")[:2], 0, 0.2)
+    assert found["train"] == own and row.tolist() == [*range(len(own)), 0, 1, -1]
+
+
+def test_bars_divide_cells_and_tabs_before_commas(tmp_path):
+    said = [f"{text}, please" for text in TEXTS]
+    for name, columns, mark in (("bars.csv", "text|label", "|"), ("TABS.TSV", "text\tlabel\tid, case, ticket", "\t")):
+        more = "1".join([mark, "\n"]) if "id" in columns else "\n"
+        (tmp_path / name).write_text(f"{columns}\n" + "".join(f"{text}{mark}a{more}" for text in said))
+        assert read_table(tmp_path / name, "", "")[:2] == (said, ["a"] * len(said)), name
+
+
+def test_the_mark_of_utf_8_is_none_of_the_first_text_or_row(tmp_path):
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
+    (tmp_path / "t.jsonl").write_text(lines, encoding="utf-8-sig")
+    (tmp_path / "t.txt").write_text("\n".join(TEXTS), encoding="utf-8-sig")
+    for name in ("t.jsonl", "t.txt"):
+        with open_table(tmp_path / name) as file:
+            assert [row["text"] for row in records(file, name)] == TEXTS
 
 
 def test_json_lines_json_and_unquoted_commas(tmp_path):
@@ -232,6 +277,19 @@ def test_duplicates_conflicts_and_dev(capsys):
     assert "1 label(s) of such texts alone, which count for none of them and are no class (b)" in capsys.readouterr().out
 
 
+def test_of_several_labels_of_a_text_the_most_frequent_one_counts():
+    texts, labels = ["a1"] * 3 + ["b1"] * 3 + ["c1"] * 2, ["a", "b", "b", "a", "a", "b", "b", "a"]
+    _, label, names, _ = make_own_task(texts, labels, 0, 0)
+    assert [names[k] for k in label["train"]] == ["b", "a", "b"]  # of two that are as frequent the first one
+
+
+def test_the_share_of_labelled_rows_is_a_tenth_or_what_it_is(tmp_path):
+    for name, labelled, share in (("few", 1, 0.1), ("many", 6, 0.5)):  # by it the seeding weighs a labelled row
+        path = table(tmp_path / f"{name}.csv", [(text, "a" * (n < labelled)) for n, text in enumerate(TEXTS)])
+        make_lt_data.main(make_lt_data.Args(dataset=str(path), data_dir=str(tmp_path), dev_ratio=0.0))
+        assert read_run(tmp_path / f"{name}_s0")[3]["labeled_ratio"] == share
+
+
 def test_bad_tables_end_in_one_line(tmp_path):
     def check(name, content, *words, flags=()):
         path = tmp_path / name
@@ -295,7 +353,8 @@ def test_where_every_text_has_a_label_there_are_no_new_classes():
 
 def test_names_of_runs_and_changed_tables(tmp_path):
     assert run_name("/a/b c/My Table.v2.csv", 10, 3) == run_name("My_Table_v2", 5, 3) == "My_Table_v2_s3"
-    for name, run in (("clinc.csv", "clinc_own_s0"), ("demo_g10.csv", "demo_g10_own_s0"), ("a.json.csv", "a_json_s0")):
+    for name, run in (("clinc.csv", "clinc_own_s0"), ("demo_g10.csv", "demo_g10_own_s0"), ("a.json.csv", "a_json_s0"),
+                      ("A.CSV", "A_s0")):
         assert run_name(name, 10, 0) == run == run_name(run[:-3], 10, 0)  # not a benchmark's folder; the name alone will do
     assert run_name("clinc", 10, 0) == "clinc_g10_s0"
     path = table(tmp_path / "t.csv", [(text, "a") for text in TEXTS])
@@ -305,6 +364,7 @@ def test_names_of_runs_and_changed_tables(tmp_path):
     one_line_error(script("make_lt_data.py", *flags, "--dev_ratio", 0.5, ok=False), "flags: give them again (--dev_ratio 0.2)",
                    "remove")
     one_line_error(script("make_lt_data.py", *flags, "--text_column", "text", ok=False), "again (no --text_column), or")
+    one_line_error(script("make_lt_data.py", *flags, "--label_column", "none", ok=False), "again (no --label_column), or")
     table(path, [(text + "!", "a") for text in TEXTS])
     one_line_error(script("make_lt_data.py", *flags, ok=False), "another t.csv", "remove")
     path.unlink()
@@ -367,6 +427,11 @@ def test_keywords_are_eight_at_most_and_one_of_a_word_and_its_plural():
     assert propose_names([["card", "lost", "found", "blue"]] * 2, []) == ["card lost", "card lost found"]
 
 
+def test_a_rare_pair_of_words_does_not_lead():
+    texts = ["refund"] * 9 + ["blue sky refund", "lost card"]
+    assert keywords(texts, np.array([0] * 10 + [1]), 2)[0][0] == "refund"
+
+
 def test_a_cluster_whose_line_is_gone_takes_no_name_and_gets_none_that_is_given(capsys):
     words, rest = [["a"], ["door"], ["lamp"], ["rain"]], ([["x"]] * 4, [9, 9, 9, 9])  # texts and rows of each
     asked = cluster_titles({0: "a", 1: "lamp", 3: "Rain"}, ["a"], words, *rest, "")[0]
@@ -379,6 +444,24 @@ def test_a_cluster_whose_line_is_gone_takes_no_name_and_gets_none_that_is_given(
     assert cluster_titles({1: "my_lamp", 3: "La-mp"}, ["a"], words, *rest, "")[0] == ["a", "my_lamp", "lamp", "La-mp"]
     assert cluster_titles({1: "door bell"}, ["a"], [["a"], ["b"], ["door_bell"], ["rain"]], *rest, "")[0][2] == "door_bell 2"
     assert cluster_titles({}, ["a"], words, *rest, "")[0] == ["a", "door", "lamp", "rain"]
+
+
+def test_the_program_reads_twenty_texts():
+    said = cluster_titles({}, [], [["a"]], [["x"] * 30], [30], "awk 'END { print NR - 1 }'")  # the keywords' line beside them
+    assert said[0] == ["20"]
+    assert ask_for_name("echo an excuse; exit 1", [], [], "") is None
+
+
+def test_names_until_ctrl_c_are_kept(monkeypatch):
+    """They may have cost money. The others keep what was proposed."""
+    def ask(command, words, *_, **__):
+        if words == ["lamp"]:
+            raise KeyboardInterrupt
+        return "named"
+
+    monkeypatch.setattr(predict, "ask_for_name", ask)
+    titles, named, interrupt = cluster_titles({}, ["a"], [["a"], ["door"], ["lamp"], ["rain"]], [["x"]] * 4, [1, 3, 2, 1], "c")
+    assert titles == ["a", "named", "lamp", "rain"] and named and isinstance(interrupt, KeyboardInterrupt)
 
 
 def test_notes_on_tables_are_not_for_ones_that_we_wrote(tmp_path, capsys):
@@ -510,6 +593,51 @@ def test_new_texts(own_run, tmp_path):
     assert before == {path: path.stat().st_mtime_ns for path in run.rglob("*")}
 
 
+def test_shares_of_new_texts_are_those_of_the_trained_model(own_run):
+    """Those of the finished training's own features; the length of a cluster's centre says nothing."""
+    folder, run, *_ = own_run
+    texts, (state, _) = read_run(folder / "data/my_table_s0")[0]["train"], open_model(run)
+    z = torch.from_numpy(np.load(run / "train_feature.npy")).float()
+    expected = (z @ normalize(state["head"], dim=1).T / state["config"]["temperature"]).softmax(1)
+    longer = state | {"head": state["head"] * torch.arange(1, 9)[:, None]}
+    cluster, names, shares = Labeller(longer, {k: str(k) for k in range(8)}, "cpu", state["config"]["dtype"])(texts)
+    best = expected.topk(3, dim=1)
+    assert shares == pytest.approx(best.values.numpy(), abs=1e-3)  # the features are kept as float16
+    told = best.values[:, 0] - best.values[:, 1] > 2e-3
+    assert told.sum() > len(texts) / 2 and all(own[0] == str(k) for k, own in zip(cluster, names))
+    assert [k for k, sure in zip(cluster, told) if sure] == best.indices[told, 0].tolist()
+
+
+def test_columns_of_new_texts(own_run, tmp_path, capsys):
+    """That of the run's own texts if it is there; another by --text_column. The added ones are new, whatever is there."""
+    texts = [text for text, _, _ in own_run[2][:20]]
+    rows = [(text, other, "x", "y") for text, other in zip(texts, texts[::-1])]
+    new = table(tmp_path / "new.csv", rows, ("message", "text", "name", "predicted_name"))
+    alone = table(tmp_path / "alone.csv", [(text,) for text in texts], ("message",))
+    predict.main([str(own_run[1]), str(alone), "-o", str(tmp_path / "all.csv")])
+    answers = {line["message"]: [line["cluster"], line["name"]] for line in read(tmp_path / "all.csv")}
+    for column in ("message", "text"):
+        flag = ["--text_column", "text"] if column == "text" else []
+        predict.main([str(own_run[1]), str(new), "-o", str(tmp_path / "o.csv"), *flag])
+        found = read(tmp_path / "o.csv")
+        assert f"20 rows labelled by column {column!r}" in capsys.readouterr().err
+        assert [line["message"] for line in found] == texts
+        assert all((line["name"], line["predicted_name"]) == ("x", "y") for line in found)
+        assert [[line["cluster"], line["predicted_predicted_name"]] for line in found] == [
+            answers[line[column]] for line in found]
+        assert all(100 / 8 - 0.1 < float(line["confidence"]) <= 100 for line in found)  # percent, the best of 8
+    assert len({*map(tuple, answers.values())}) > 1
+
+
+def test_a_line_without_text_stays_in_its_place(own_run, tmp_path, monkeypatch):
+    lines = ["open the door", "", " \t", "close the door"]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(codecs.BOM_UTF8 + "\n".join(lines).encode())))
+    predict.main([str(own_run[1]), "-", "-o", str(tmp_path / "o.csv")])
+    found = read(tmp_path / "o.csv")
+    assert [line["text"] for line in found] == lines  # and none of them holds the mark of UTF-8
+    assert [line["cluster"] + line["confidence"] != "" for line in found] == [True, False, False, True]
+
+
 def test_clusters_of_one_name_are_one_to_a_new_text(own_run):
     run, texts = own_run[1], [text for text, _, _ in own_run[2] if text]
     state, _ = open_model(run)
@@ -550,6 +678,47 @@ def test_new_tables_at_the_edge(own_run, tmp_path):
     one_line_error(script("predict.py", run, tmp_path / "cr.csv", "-o", tmp_path / "cr.tsv", ok=False), "--output", "CSV")
     (tmp_path / "dangling.csv").symlink_to(tmp_path / "gone/x.csv")
     one_line_error(script("predict.py", run, tmp_path / "cr.csv", "-o", tmp_path / "dangling.csv", ok=False), "--output")
+
+
+def test_a_labelled_text_keeps_its_label_whatever_the_transport_says(own_run, tmp_path):
+    """Also one that was kept for dev, and of the first class. The typical texts are the nearest five, the nearest first."""
+    folder, run = own_run[0], shutil.copytree(own_run[1], tmp_path / "my_table_s0")
+    np.save(run / "pseudo_label.npy", np.full_like(np.load(run / "pseudo_label.npy"), 7))
+    (run / "clusters.csv").unlink()
+    script("predict.py", run, "--data_dir", folder / "data")
+    given = {text: label for text, label, _ in own_run[2] if label}
+    assigned, clusters = read(run / "assignments.csv"), read(run / "clusters.csv")
+    for line in assigned:
+        label = given.get(line["text"], "")
+        assert line["label"] == label and (not label or (line["name"], line["confidence"]) == (label, "100.0"))
+        assert label or line["cluster"] == "7" * bool(line["text"])
+    head = normalize(load_checkpoint(run / "last.pt")["head"], dim=1).numpy()
+    place, feature = np.load(run / "train_row.npy"), np.load(run / "train_feature.npy").astype(np.float32)
+    for line in clusters:
+        near = {row["text"]: feature[i] @ head[int(line["id"])] for row, i in zip(assigned, place)
+                if row["cluster"] == line["id"]}
+        shown = [near[text] for n in range(1, 6) if (text := line[f"example_{n}"])]
+        assert shown == pytest.approx(sorted(near.values(), reverse=True)[:5], abs=1e-5), line["id"]
+
+
+def test_sizes_are_counted_anew_where_as_many_rows_repeat_other_texts(own_run, tmp_path):
+    run = shutil.copytree(own_run[1], tmp_path / "my_table_s0")
+    sizes = [line["size"] for line in read(run / "clusters.csv")]
+    row = np.load(run / "train_row.npy")
+    np.save(run / "train_row.npy", np.append(row[:-1], row[0]))  # the last row has been another one
+    text = (run / "clusters.csv").read_text(encoding="utf-8-sig")
+    (run / "clusters.csv").write_text(re.sub(r"(,(?:yes|no),[^,]*,)\d+", r"\g<1>1", text))
+    assert "(sizes counted anew)" in script("predict.py", run, "--data_dir", own_run[0] / "data").stdout
+    assert [line["size"] for line in read(run / "clusters.csv")] == sizes
+
+
+def test_data_other_than_the_run_was_trained_on_are_refused(own_run, tmp_path):
+    shutil.copytree(own_run[0] / "data", tmp_path / "data")
+    names = tmp_path / "data/my_table_s0/labels.txt"
+    names.write_text("".join(names.read_text().splitlines(True)[::-1]))
+    before = (own_run[1] / "assignments.csv").read_bytes()
+    one_line_error(script("predict.py", own_run[1], "--data_dir", tmp_path / "data", ok=False), "holds other data now")
+    assert (own_run[1] / "assignments.csv").read_bytes() == before
 
 
 def test_the_users_own_naming_program(own_run, tmp_path):
@@ -732,6 +901,15 @@ def test_a_kill_between_a_table_and_its_digest_is_no_edit(tmp_path, monkeypatch,
         assert not set_aside(path) and capsys.readouterr() == ("", "")
     path.with_suffix(".sha256").unlink()
     assert set_aside(path) and "may have been edited: it is kept as t_edited.csv" in capsys.readouterr().out
+
+
+def test_a_table_that_cannot_be_read_any_more_is_an_edited_one(tmp_path, capsys):
+    path = tmp_path / "t.csv"
+    write_table(path, ("a", "b"), [("größe", "1")])
+    for n, edited in enumerate(("a,b\ngröße,2\n".encode("latin-1"), "a,b\nGröße,1\n".encode())):  # or of a larger letter
+        path.write_bytes(edited)
+        assert set_aside(path) and (tmp_path / f"t_edited{n or ''}.csv").read_bytes() == edited
+        assert f"was edited: it is kept as t_edited{n or ''}.csv" in capsys.readouterr().out
 
 
 def test_a_table_has_no_gamma():

@@ -90,6 +90,20 @@ def test_flags_reach_the_stages_they_are_for(tmp_path):
             _, pre, train, _ = said(*given)
             assert pre.endswith(" ".join(["model", *given])) and flag not in train
     assert said("--method", "clnn", "--max_length", "7")[1].endswith("--max_length 7")
+    for flag in ("text_column", "label_column", "dev_ratio"):
+        for given in ([f"--{flag}", "a b"], [f"--{flag}=a b"]):
+            make, *others = said(*given, task=("a.csv",))
+            assert make.endswith(" ".join(given)) and len(others) == 4 and flag not in "".join(others)
+    for given in (["--cache_gb", "4"], ["--cache_gb=4"]):
+        make, *both = said(*given)[:3]
+        assert "cache" not in make and all(line.endswith(" ".join(given)) for line in both)
+    for name in ("a.tsv", "a.jsonl", "a.json", "A.CSV"):
+        make, *_, predict, figures = said("--tag=x", task=(name,))
+        assert f"--dataset {tmp_path}/{name}" in make and [predict, figures] == ["predict.py out/run_x", "figures.py out/run_x"]
+    assert said("--tag=x", SEED="3")[-1] == "figures.py mean out/run_x"
+    *stages, mean = said(SEEDS="0 1", SEED="3")  # of the two SEEDS counts
+    assert mean == "figures.py mean out/run out/run" and len(stages) == 6
+    assert all(f"--seed {n // 3} " in line for n, line in enumerate(stages))
     own = tmp_path / "own"
     for seed in (0, 1):
         (own / f"out/run{seed}").mkdir(parents=True)
@@ -116,6 +130,11 @@ def test_flags_reach_the_stages_they_are_for(tmp_path):
                               capture_output=True, env={**os.environ, "PATH": f"{own}:{os.environ['PATH']}", "SEED": str(seed)})
         assert done.returncode == 2 * refused and ("pretrain.py" in done.stdout) != refused, "before the training"
         assert ("--name_command ./no.sh is not there" in done.stderr) == refused
+    for program, refused in (("ask me", False), ("./no.sh", True)):  # the names in out/run0 are not those of a run with a tag
+        words = "a.csv", "--tag", "x", f"--name_command={program}"
+        done = subprocess.run(["bash", own / "run_all.sh", *words], text=True, cwd=own, capture_output=True,
+                              env={**os.environ, "PATH": f"{own}:{os.environ['PATH']}"})
+        assert done.returncode == 2 * refused and ("predict.py out/run0_x --name_command=ask me\n" in done.stdout) != refused
     (own / "a.csv").symlink_to(own / "blob")  # the run takes the name that was given
     done = subprocess.run(["bash", own / "run_all.sh", own / "a.csv"], text=True, check=True, capture_output=True,
                           env={**os.environ, "PATH": f"{own}:{os.environ['PATH']}"})
@@ -129,6 +148,10 @@ def test_flags_reach_the_stages_they_are_for(tmp_path):
         done = subprocess.run(["bash", own / "run_all.sh", *words], text=True, capture_output=True,
                               env={**os.environ, "KNOWN_RATIO": ratio})
         assert done.returncode == 2 and not done.stdout and why in done.stderr
+    (own / "python").write_text("#!/bin/sh\n[ \"$1\" = -c ] && echo run || echo \"$@\"\n[ \"$1\" != pretrain.py ]\n")
+    done = subprocess.run(["bash", own / "run_all.sh", "a.csv"], text=True, capture_output=True,
+                          env={**os.environ, "PATH": f"{own}:{os.environ['PATH']}"})
+    assert done.returncode == 1 and done.stdout.splitlines()[-1].startswith("pretrain.py"), "what fails is the last"
     assert said("--device=cpu", encoder="minilm")[1].endswith("--encoder minilm --device=cpu")
     for given, P, threads in (("", 2, max(1, os.cpu_count() // 2)), ("", 1000, 1), ("3", 2, 3)):  # the cores are shared out
         _, *stages, _ = said(NPROC=str(P), OMP_NUM_THREADS=given)
