@@ -238,6 +238,51 @@ def test_columns_that_are_all_but_empty_do_not_hold_up_the_others(seed):
     assert result.converged and result.n_iter < 50
 
 
+@pytest.mark.parametrize("seed", [0, 2])
+def test_fixed_shares_are_reached_where_groups_of_columns_share_no_row(seed):
+    """Six flat directions: no end without a sweep where no direction ascends. The steps (25 to 108) hang on the last digit."""
+    apart = torch.arange(72)[:, None] % 6 != torch.arange(12) % 6
+    result = relaxed_ot(scores(72, 12, seed, 1.0).masked_fill(apart, -math.inf), 1e-3, penalty="equality")
+    assert result.converged and result.n_iter <= 250
+
+
+def test_columns_that_no_row_comes_near_start_lifted():
+    log_p = scores(60, 12)
+    log_p[:, :6] -= torch.linspace(10, 3000, 6, dtype=torch.float64)
+    assert relaxed_ot(log_p, 0.01).n_iter <= 50  # a hundred from 0
+
+
+def test_kl_with_weak_weights_starts_with_sweeps_on_a_short_ladder():
+    steps = 0
+    for seed in range(10):
+        generator = torch.Generator().manual_seed(seed)
+        logits = torch.randn(10, 5, generator=generator, dtype=torch.float64)
+        log_p = (logits + torch.randn(5, generator=generator, dtype=torch.float64)).log_softmax(1)
+        steps += relaxed_ot(log_p, 0.0025, 0.006, penalty="kl").n_iter
+    assert steps <= 75
+
+
+def test_few_rows_with_a_small_lambda1_are_followed_along_straight_lines():
+    found = [relaxed_ot(scores(2, 40, seed, 100.0), 1e-3) for seed in range(5)]
+    assert all(r.converged for r in found) and sum(r.n_iter for r in found) <= 300  # twice as many from the last solution
+
+
+def test_most_columns_far_off_at_a_small_lambda1():
+    """Their part of the Hessian is next to nothing: without its small diagonal it takes hundreds of steps."""
+    found = []
+    for seed in range(4):
+        log_p = scores(300, 30, seed)
+        log_p[:, :28] -= torch.linspace(100, 1100, 28, dtype=torch.float64)
+        found.append(relaxed_ot(log_p, 6e-4, 10.0, penalty="kl"))
+    assert all(r.converged for r in found) and sum(r.n_iter for r in found) <= 600
+
+
+def test_the_last_steps_are_taken_where_the_value_has_no_digits_left():
+    for seed in range(12):
+        result = relaxed_ot(scores(100, 8, seed, 1000.0), 0.05, 500.0)
+        assert result.converged and result.n_iter <= 40, (seed, result.n_iter)
+
+
 def test_a_prior_that_nothing_can_meet_is_said_to_be_out_of_reach():
     with pytest.warns(RuntimeWarning, match="stopped at residual"):
         prior = torch.tensor([1e-300] * 4 + [1.0], dtype=torch.float64)
