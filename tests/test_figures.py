@@ -53,6 +53,14 @@ def of_folder(out):
     return {**figures.read_results(out), "folder": out}
 
 
+ASSIGNED = "row text label cluster name confidence"
+
+
+def write_csv(path, header, rows):
+    with open(path, "w", encoding="utf-8", newline="") as f:
+        csv.writer(f).writerows([header.split(), *rows])
+
+
 def make_own(folder, clusters=6, rows=40):
     """A run on own data, after predict.py: row 1 has no text, and the texts try to break the page."""
     out = folder / "out" / "mine_s0"
@@ -64,18 +72,13 @@ def make_own(folder, clusters=6, rows=40):
     train_row = np.insert(np.arange(rows), 1, -1)
     np.save(out / "train_row.npy", train_row)
     texts = [NASTY[i % len(NASTY)] for i in range(rows)]
-    with open(out / "assignments.csv", "w", encoding="utf-8", newline="") as f:
-        lines = csv.writer(f)
-        lines.writerow("row text label cluster name confidence".split())
-        for i, row in enumerate(train_row):
-            lines.writerow([i + 1, texts[row], "", found[row], "x", "90.0"] if row >= 0 else [i + 1, "", "", "", "", ""])
-    with open(out / "clusters.csv", "w", encoding="utf-8", newline="") as f:
-        lines = csv.writer(f)
-        lines.writerow("id known name size share confidence keywords example_1 example_2 example_3 example_4 example_5".split())
-        for k in range(clusters):
-            lines.writerow([k, "no" if k % 3 else "yes", f"{NASTY[k % 4]} {k}", rows // clusters, "1.50", "88.1", "word, " * 5,
-                            *NASTY, "last"])
-        lines.writerow([""] * 12)  # as a spreadsheet may leave it
+    write_csv(out / "assignments.csv", ASSIGNED, (
+        [i + 1, texts[row], "", found[row], "x", "90.0"] if row >= 0 else [i + 1, "", "", "", "", ""]
+        for i, row in enumerate(train_row)))
+    lines = [[k, "no" if k % 3 else "yes", f"{NASTY[k % 4]} {k}", rows // clusters, "1.50", "88.1", "word, " * 5, *NASTY,
+              "last"] for k in range(clusters)]
+    header = "id known name size share confidence keywords example_1 example_2 example_3 example_4 example_5"
+    write_csv(out / "clusters.csv", header, [*lines, [""] * 12])  # the last line as a spreadsheet may leave it
     log = {"epoch": 1, "dev_accuracy": None, "rot_iterations": 5, "rot_residual": 1e-8}
     (out / "log.jsonl").write_text(json.dumps(log) + "\n")
     (out / "results.json").write_text(json.dumps({
@@ -193,11 +196,9 @@ def test_each_row_stands_in_the_map_where_its_own_features_are(tmp_path, monkeyp
     train_row = np.load(own / "train_row.npy")[::-1]
     train_row[7] = train_row[3]
     np.save(own / "train_row.npy", train_row)
-    with open(own / "assignments.csv", "w", encoding="utf-8", newline="") as f:
-        lines = csv.writer(f)
-        lines.writerow("row text label cluster name confidence".split())
-        lines.writerows([i + 1, f"text {row}", "x" * (row % 2), row % 6, "x", f"{row}.5"] if row >= 0 else
-                        [i + 1, "", "", "", "", ""] for i, row in enumerate(train_row))
+    write_csv(own / "assignments.csv", ASSIGNED, (
+        [i + 1, f"text {row}", "x" * (row % 2), row % 6, "x", f"{row}.5"] if row >= 0 else [i + 1, "", "", "", "", ""]
+        for i, row in enumerate(train_row)))
     monkeypatch.setattr(figures, "tsne", lambda feature, rows: (np.arange(len(rows)), np.stack([rows, rows], 1) / 100))
     page = figures.report(of_folder(own), {})
     rows = train_row[train_row >= 0].tolist()

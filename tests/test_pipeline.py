@@ -112,33 +112,34 @@ def test_flags_reach_the_stages_they_are_for(tmp_path):
     (own / "ask").touch()
     for name in ("python", "ask"):
         (own / name).chmod(0o755)
+
+    def run_own(*words, cwd=own, **more):
+        env = {**os.environ, "PATH": f"{own}:{os.environ['PATH']}", **more}
+        return subprocess.run(["bash", own / "run_all.sh", *words], cwd=cwd, env=env, text=True, capture_output=True)
+
     ask = " --name_command=ask"
     (office := tmp_path / "Büro's").mkdir()
     there = f" --name_command=cd '{tmp_path}/Büro'\\''s' && ask"
     assert subprocess.run(["sh", "-c", there.split("=", 1)[1].replace("ask", "pwd")], text=True, capture_output=True,
                           env={**os.environ, "LC_ALL": "C"}).stdout == f"{office}\n"
     for cwd, naming in ((own, (ask, ask)), (office, ("", there))):  # once a run: names in a clusters.csv may have been edited
-        done = subprocess.run(["bash", own / "run_all.sh", "a.csv", *ask.split()], cwd=cwd, text=True, check=True,
-                              capture_output=True, env={**os.environ, "PATH": f"{own}:{os.environ['PATH']}", "SEEDS": "0 1"})
+        done = run_own("a.csv", *ask.split(), cwd=cwd, SEEDS="0 1")
+        assert done.returncode == 0
         assert [line for line in done.stdout.splitlines() if line.startswith(("predict", "figures"))] == [
             f"predict.py out/run0{naming[0]}", "figures.py out/run0", f"predict.py out/run1{naming[1]}", "figures.py out/run1"]
         assert ("out/run0/clusters.csv is there already" in done.stdout) == (not naming[0])
         assert done.stderr == "" if cwd == own else f"data/ and out/ are those in {own}\n" in done.stderr
         (own / "out/run0/clusters.csv").touch()
     for seed, refused in ((0, False), (1, True)):  # a program that is not there is not asked in the first case
-        done = subprocess.run(["bash", own / "run_all.sh", "a.csv", "--name_command", "./no.sh | sed 1q"], text=True, cwd=own,
-                              capture_output=True, env={**os.environ, "PATH": f"{own}:{os.environ['PATH']}", "SEED": str(seed)})
+        done = run_own("a.csv", "--name_command", "./no.sh | sed 1q", SEED=str(seed))
         assert done.returncode == 2 * refused and ("pretrain.py" in done.stdout) != refused, "before the training"
         assert ("--name_command ./no.sh is not there" in done.stderr) == refused
     for program, refused in (("ask me", False), ("./no.sh", True)):  # the names in out/run0 are not those of a run with a tag
-        words = "a.csv", "--tag", "x", f"--name_command={program}"
-        done = subprocess.run(["bash", own / "run_all.sh", *words], text=True, cwd=own, capture_output=True,
-                              env={**os.environ, "PATH": f"{own}:{os.environ['PATH']}"})
+        done = run_own("a.csv", "--tag", "x", f"--name_command={program}")
         assert done.returncode == 2 * refused and ("predict.py out/run0_x --name_command=ask me\n" in done.stdout) != refused
     (own / "a.csv").symlink_to(own / "blob")  # the run takes the name that was given
-    done = subprocess.run(["bash", own / "run_all.sh", own / "a.csv"], text=True, check=True, capture_output=True,
-                          env={**os.environ, "PATH": f"{own}:{os.environ['PATH']}"})
-    assert f"--dataset {own}/a.csv" in done.stdout and "blob" not in done.stdout
+    done = run_own(own / "a.csv", cwd=None)
+    assert done.returncode == 0 and f"--dataset {own}/a.csv" in done.stdout and "blob" not in done.stdout
     for words, why in ((["a.csv", "--name_command"], "needs"), (["a.csv", "--name_command="], "needs"),
                        (["a.csv", "--name_command", "--tag", "x"], "needs"), (["demo", "10", *ask.split()], "is for a table")):
         done = subprocess.run(["bash", own / "run_all.sh", *words], text=True, capture_output=True)
@@ -149,8 +150,7 @@ def test_flags_reach_the_stages_they_are_for(tmp_path):
                               env={**os.environ, "KNOWN_RATIO": ratio})
         assert done.returncode == 2 and not done.stdout and why in done.stderr
     (own / "python").write_text("#!/bin/sh\n[ \"$1\" = -c ] && echo run || echo \"$@\"\n[ \"$1\" != pretrain.py ]\n")
-    done = subprocess.run(["bash", own / "run_all.sh", "a.csv"], text=True, capture_output=True,
-                          env={**os.environ, "PATH": f"{own}:{os.environ['PATH']}"})
+    done = run_own("a.csv", cwd=None)
     assert done.returncode == 1 and done.stdout.splitlines()[-1].startswith("pretrain.py"), "what fails is the last"
     assert said("--device=cpu", encoder="minilm")[1].endswith("--encoder minilm --device=cpu")
     for given, P, threads in (("", 2, max(1, os.cpu_count() // 2)), ("", 1000, 1), ("3", 2, 3)):  # the cores are shared out
