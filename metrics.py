@@ -43,14 +43,15 @@ def size_groups(class_counts, num_known):
     """Head, medium and tail classes, 3:4:3 by training size within known and within novel, then joined (Sec. 4.1).
 
     class_counts: int (K,) training rows a class, known classes first. Returns {"head": ids, "medium": ids, "tail": ids}.
-    Raises ValueError where num_known is below 0 or above K, or class_counts holds no integers (shares, say).
+    Raises ValueError where num_known is no integer from 0 to K, or class_counts holds no integers (shares, say).
     """
     class_counts = np.asarray(class_counts)
     if class_counts.ndim != 1 or class_counts.size and class_counts.dtype.kind not in "iu":
         raise ValueError(f"class_counts must be integers (K,), got {class_counts.dtype} {class_counts.shape}")
     class_counts = class_counts.astype(np.int64)  # of an unsigned type, -0 would be above -1
-    if not 0 <= num_known <= len(class_counts):
-        raise ValueError(f"num_known must be from 0 to the {len(class_counts)} entries of class_counts, got {num_known}")
+    if not (isinstance(num_known, (int, np.integer)) and 0 <= num_known <= len(class_counts)):
+        raise ValueError(f"num_known must be an integer from 0 to {len(class_counts)}, the entries of class_counts, got "
+                         f"{num_known!r}")
     groups = {"head": [], "medium": [], "tail": []}
     for ids in (np.arange(num_known), np.arange(num_known, len(class_counts))):
         ids = ids[np.argsort(-class_counts[ids], kind="stable")]

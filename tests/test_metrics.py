@@ -90,12 +90,12 @@ def test_a_mask_is_no_clustering_and_groups_need_their_classes():
         cluster_metrics(np.array([0, 1]), np.array([True, False]), 1, [1, 1])
     with pytest.raises(ValueError, match="integers"):
         match_clusters(np.array([True, False]), np.array([0, 1]))
-    for num_known in (-1, 4):
+    for num_known in (-1, 4, 2.0):
         with pytest.raises(ValueError, match="num_known"):
             size_groups([5, 4, 3], num_known)
 
 
-@pytest.mark.parametrize("num_known,class_counts", [(2, [5, 3]), (4, [5, 3, 1]), (-1, [5, 3, 1])])
+@pytest.mark.parametrize("num_known,class_counts", [(2, [5, 3]), (4, [5, 3, 1]), (-1, [5, 3, 1]), (2.0, [5, 3, 1])])
 def test_every_class_needs_its_count(num_known, class_counts):
     with pytest.raises(ValueError, match="class_counts"):
         cluster_metrics(np.array([0, 1, 2]), np.array([0, 1, 1]), num_known, class_counts)
