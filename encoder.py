@@ -198,6 +198,12 @@ def load_masked_lm(name):
     return tokenizer, model
 
 
+def tokenizer_sha256(tokenizer):
+    """Of its words, and of what it makes of a text with capitals, accents, other letters and a sign it may not know."""
+    ids = tokenizer("Don't RE-SEND 3.50€ To Zoë's café; 請幫我 ☂")["input_ids"]
+    return hashlib.sha256(repr((sorted(tokenizer.get_vocab().items()), ids)).encode()).hexdigest()
+
+
 def weights_sha256(tensors):
     digest = hashlib.sha256()
     for p in tensors:
@@ -295,7 +301,8 @@ class Encoder(nn.Module):
                 part.dropout = Dropout(part.dropout.p)
         self.trained_layers.eval()  # the list and the dropouts are new and have no mode yet
         model.base_model.encoder.layer = layers[:-trained_layers]
-        self.fingerprint = weights_sha256(model.base_model.parameters())  # a checkpoint does not hold them
+        # What a checkpoint relies on and does not hold: the trunk's weights and the tokenizer.
+        self.fingerprint = weights_sha256(model.base_model.parameters()) + tokenizer_sha256(self.tokenizer)[:12]
         for part in model.base_model.encoder.layer.modules():
             if isinstance(part, nn.Linear):
                 part.to(dtype)  # autocast would cast frozen weights anew for every chunk, a seventh of the trunk's time
@@ -329,6 +336,7 @@ class Encoder(nn.Module):
     def tokenize(self, texts):
         """[str] (N,) -> Packed token ids int64, cut at max_length, with [CLS] and [SEP]."""
         ids = self.tokenizer(list(texts), truncation=True, max_length=self.max_length)["input_ids"] if len(texts) else []
+        ids = [row or [self.tokenizer.unk_token_id] for row in ids]  # of a tokenizer that puts nothing around a text
         offsets = torch.tensor([0, *map(len, ids)]).cumsum(0)
         return Packed(torch.tensor([i for row in ids for i in row], dtype=torch.int64).to(self.device), offsets.to(self.device))
 

@@ -30,6 +30,9 @@ def select_clean(label, confidence, beta, rho=0.7, tau_g=0.9, use_dr=True, use_q
     "w/o DR and QR").
     Raises ValueError for other shapes and types, labels outside of 0..K-1, NaN, and what is no probability.
     """
+    for name, value in (("label", label), ("confidence", confidence), ("beta", beta), ("labelled", labelled)):
+        if not torch.is_tensor(value) and not (name == "labelled" and value is None):
+            raise ValueError(f"{name} must be a torch tensor, got {type(value).__name__}")
     if label.ndim != 1 or label.dtype not in (torch.int32, torch.int64):  # others index as masks, or not at all
         raise ValueError(f"label must be int32 or int64 of shape (N,), got {label.dtype} {tuple(label.shape)}")
     N = len(label)

@@ -714,6 +714,7 @@ def run_script(main, Args=None):
     try:
         main(parse_args(Args) if Args else sys.argv[1:])
         flush_stdout()  # here, where an error still has a place
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # all is done: stop() would only be a traceback from Python's own end
     except BaseException as err:
         said = explain(err, Args)
         if not said:

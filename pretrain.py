@@ -248,10 +248,12 @@ def load_trained(module, state):
 
 
 def check_trunk(encoder, state):
-    """UserError where a checkpoint was trained on other frozen weights than the encoder of that name has now."""
-    if state["trunk"] != encoder.fingerprint:
-        raise UserError("the weights of --encoder are not those that the checkpoint was trained with: put them back, or "
-                        "remove the run's folders in out/, those with a tag too, and start anew")
+    """UserError where the encoder of that name has other frozen weights now than a checkpoint was trained on, or another
+    tokenizer.
+    """
+    if not encoder.fingerprint.startswith(state["trunk"]):  # older checkpoints know the weights alone
+        raise UserError("the weights or the tokenizer of --encoder are not those that the checkpoint was trained with: put "
+                        "them back, or remove the run's folders in out/, those with a tag too, and start anew")
 
 
 def load_trained_layers(encoder, state):

@@ -79,6 +79,9 @@ while [ $# -gt 0 ]; do
         --dataset* | --gamma* | --seed* | --known_ratio* | --labeled_ratio* | --data_dir* | --out_dir*)
             echo "run_all.sh: $1 belongs to every stage: pass DATASET GAMMA, SEED or SEEDS, KNOWN_RATIO, or run the scripts one by one" >&2
             exit 2 ;;
+        --encoder | --encoder=*)
+            echo "run_all.sh: $1 belongs to several stages: pass ENCODER=NAME, in front of bash" >&2
+            exit 2 ;;
         *) train+=("$1") ;;
     esac
     if [ $# -gt 0 ]; then shift; fi
@@ -127,7 +130,7 @@ def check(words):
         stage.wanted_classes(args, open_run(args)[-1])
 run_script(check)'
 if [ -n "$help" ]; then python -c "$check" "$module" "" --help; exit 0; fi
-if [ ${#train[@]} -gt 0 ]; then python -c "$check" "$module" "" "${train[@]}" >&2; fi
+if [ ${#train[@]} -gt 0 ]; then python -c "$check" "$module" "" --dataset "$dataset" "${train[@]}" >&2; fi
 
 if [ ! . -ef "$here" ]; then echo "run_all.sh: data/ and out/ are those in $PWD" >&2; fi
 folders=()

@@ -390,7 +390,7 @@ def check_flags(args):
     check_tag(args)
     if args.tag != "shared" and (Path(__file__).parent / "baselines" / f"{args.tag}.py").exists():
         raise UserError(f"--tag {args.tag}: out/<run>_{args.tag}/ belongs to the compared method: choose another")
-    if re.fullmatch(r"[kl][\d.]+(_l[\d.]+)?", args.tag):
+    if args.dataset in CORPORA and re.fullmatch(r"[kl][\d.]+(_l[\d.]+)?", args.tag):  # a table's folder has no ratios
         raise UserError(f"--tag {args.tag}: out/<run>_{args.tag}/ belongs to runs with other ratios: choose another")
 
 

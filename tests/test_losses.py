@@ -1,6 +1,7 @@
 import inspect
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -190,6 +191,8 @@ def test_labelled_rows_are_clean_without_dr_and_confidence_is_above_tau_g():
     ("confidence", torch.tensor([0.5, 1.5]), "0..1"), ("confidence", torch.ones(2).long(), "confidence"),
     ("confidence", torch.tensor([0.5, -0.5]), "0..1"), ("beta", torch.tensor([1.5, -0.5]), "beta"),
     ("beta", torch.tensor([0.7, 0.7]), "sum"), ("beta", torch.ones(2, 1) / 2, "beta"),
+    ("label", np.zeros(2, dtype=np.int64), "label must be a torch"), ("confidence", np.ones(2), "confidence must be a torch"),
+    ("beta", [1.0], "beta must be a torch"), ("labelled", np.ones(2, dtype=bool), "labelled must be a torch"),
     ("beta", torch.tensor([5.0, 3.0]), "sum"), ("beta", torch.tensor([math.inf, 0.0]), "sum")])
 def test_what_is_no_label_share_or_probability_is_named(name, value, word):
     given = {"label": torch.zeros(2, dtype=torch.int64), "confidence": torch.ones(2), "beta": torch.ones(1)}

@@ -33,6 +33,9 @@ def test_usage_and_bad_input(tmp_path):
     assert done.returncode == 0 and "--method METHOD" in done.stdout and "NPROC" in done.stdout and not done.stderr
     done = run_all("demo", "10", "--seed", "3")
     assert done.returncode == 2 and "SEED" in done.stderr
+    for words in (("demo", "10", "--encoder", "minilm"), ("demo", "10", "--method", "gcd", "--encoder=minilm")):
+        one_line_error(run_all(*words), "ENCODER=NAME")
+    one_line_error(run_all("no_such.csv", "--tag", "k40"), "no_such.csv")  # a table's runs may have a tag of this form
     done = run_all("demo", "10", "--method", "word2vec")
     assert done.returncode == 2 and "usnid" in done.stderr and "shared" not in done.stderr
     done = run_all("demo", "10", "--omga", "0.3")  # before anything is trained

@@ -1,4 +1,5 @@
 """What pretrain.py and encoder.py do within a run that no figure of a finished run shows, on a tiny corpus and encoder."""
+import json
 import shutil
 
 import numpy as np
@@ -104,6 +105,20 @@ def test_word_vectors_that_have_changed_are_seen(tiny_encoder, encoder, tmp_path
     weights["bert.embeddings.word_embeddings.weight"][7, 0] += 1
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     assert Encoder(str(folder), 32, *ON_CPU).fingerprint != encoder.fingerprint
+
+
+def test_another_tokenizer_is_seen(tiny_encoder, encoder, tmp_path):
+    """The same weights would read other words; of an older checkpoint the weights alone are known."""
+    for name, word, other in (("tokenizer.json", '"alarm"', '"alarms"'),
+                              ("tokenizer_config.json", '"do_lower_case": true', '"do_lower_case": false')):
+        folder = shutil.copytree(tiny_encoder, tmp_path / name)
+        text = json.dumps(json.loads((folder / name).read_text()))
+        assert text.count(word) == 1
+        (folder / name).write_text(text.replace(word, other))
+        changed = Encoder(str(folder), 32, *ON_CPU)
+        pretrain.check_trunk(changed, {"trunk": encoder.fingerprint[:64]})
+        with pytest.raises(UserError, match="tokenizer of --encoder"):
+            pretrain.check_trunk(changed, {"trunk": encoder.fingerprint})
 
 
 def test_masks_are_drawn_by_their_generator(encoder):

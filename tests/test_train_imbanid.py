@@ -593,6 +593,7 @@ def test_skip_refuse_and_restart(tiny_run, tmp_path, monkeypatch, capsys):
     spent = train(task, "--tag", "again", "--omega", 0.3)[0]["seconds"]
     assert all(spent[stage] > first["seconds"][stage] for stage in ("features", "seeding"))
     one_line_error(script("train_imbanid.py", *task, *TINY_TRAIN, "--tag", "k50", ok=False), "--tag k50", "other ratios")
+    train_imbanid.check_flags(train_imbanid.Args(dataset="tickets.csv", tag="k50"))  # whose folders name no ratio
 
 
 @pytest.mark.parametrize("name", ["pretrain.py", "train_imbanid.py"])
@@ -995,6 +996,9 @@ def test_a_training_whose_output_nobody_reads_does_not_end_as_if_it_were_done():
     code = f"""import sys; sys.path.insert(0, {str(REPO)!r})
 import make_lt_data
 make_lt_data.run_script(lambda _: print("one line"), eval(sys.argv.pop()))"""
+    late = "import atexit, os; atexit.register(os.kill, os.getpid(), 15); "
+    done = subprocess.run([sys.executable, "-c", late + code, "None"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "one line\n", ""), "a SIGTERM that comes when all is done"
     words = {("__import__('pretrain').Args", "pipe"): "closed", ("None", "pipe"): "", ("None", "/dev/full"): "No space left"}
     for (Args, out), expected in words.items():
         read, pipe = os.pipe()
@@ -1017,7 +1021,7 @@ def test_an_encoder_whose_weights_were_exchanged(tiny_run, tiny_encoder, tmp_pat
     weights = load_file(folder / "model.safetensors")
     weights["bert.encoder.layer.0.intermediate.dense.weight"][0, 0] += 1
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    one_line_error(script("train_imbanid.py", *task, *TINY_TRAIN, ok=False), "the weights of --encoder")
+    one_line_error(script("train_imbanid.py", *task, *TINY_TRAIN, ok=False), "the weights or the tokenizer of --encoder")
     straight = torch.nn.Linear(3, 2, bias=False)
     turned = torch.nn.Linear(3, 2, bias=False)
     turned.weight.data = straight.weight.detach().t().contiguous().t()  # as some .bin files hold them
@@ -1225,6 +1229,19 @@ def test_the_longest_text(tiny_encoder):
     assert tokens.lengths.tolist() == [64, 2] and encoder.all_features(encoder.trunk(tokens)).isfinite().all()
     with pytest.raises(UserError, match="--max_length 2"):
         Encoder(str(tiny_encoder), 2, torch.device("cpu"), torch.float32)
+
+
+def test_a_text_of_which_the_tokenizer_makes_nothing(tiny_encoder, tmp_path):
+    """Where it puts no [CLS] and [SEP] around a text, one of signs that nobody sees is the unknown token."""
+    folder = shutil.copytree(tiny_encoder, tmp_path / "encoder")
+    for name, key, value in (("tokenizer.json", "post_processor", None),
+                             ("tokenizer_config.json", "tokenizer_class", "PreTrainedTokenizerFast")):
+        held = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(held | {key: value}))
+    encoder = Encoder(str(folder), 32, torch.device("cpu"), torch.float32)
+    tokens = encoder.tokenize(["play", "\u200b"])
+    assert tokens.lengths.tolist() == [1, 1] and tokens.values[1] == encoder.tokenizer.unk_token_id
+    assert encoder.all_features(encoder.trunk(tokens)).isfinite().all()
 
 
 def test_a_disk_that_fills_up_within_a_checkpoint_is_said_in_one_line(tmp_path):
