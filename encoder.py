@@ -340,9 +340,12 @@ class Encoder(nn.Module):
         offsets = torch.tensor([0, *map(len, ids)]).cumsum(0)
         return Packed(torch.tensor([i for row in ids for i in row], dtype=torch.int64).to(self.device), offsets.to(self.device))
 
-    def cache(self, tokens, desc=None):
-        """What features and mlm_loss read Packed ids from: their hidden states, or with --no_cache the ids themselves."""
-        return self.trunk(tokens, desc) if self.cached else tokens
+    def cache(self, tokens, desc=None, before=None):
+        """What features and mlm_loss read Packed ids from: their hidden states, or with --no_cache the ids themselves.
+
+        before: as trunk has it.
+        """
+        return self.trunk(tokens, desc, before) if self.cached else tokens
 
     def empty_states(self, T):
         """(T, H) to fill: in memory or, above cache_gb on a CPU, in a mapped file that goes when the process does."""
@@ -383,12 +386,21 @@ class Encoder(nn.Module):
             return layer.output(layer.intermediate(x), x)[:T]
 
     @torch.no_grad()
-    def trunk(self, tokens, desc=None):
-        """Packed ids -> Packed hidden states (T, H) that enter the first trained layer, in the autocast type."""
+    def trunk(self, tokens, desc=None, before=None):
+        """Packed ids -> Packed hidden states (T, H) that enter the first trained layer, in the autocast type.
+
+        before: the ids that tokens were made from by changing some, and their hidden states, both Packed. A row without a
+        change keeps these: of BERT's masking a fifth to a third of short texts.
+        """
         out = self.empty_states(len(tokens.values))
         model = self._frozen[0].base_model
         rows = torch.arange(len(tokens), device=self.device)
+        if before is not None:
+            ids, states = before
+            out.copy_(states.values)
+            rows = rows.repeat_interleave(tokens.lengths)[tokens.values != ids.values].unique()
         for part in tqdm(tokens.by_length(rows), desc=desc, disable=desc is None or not sys.stderr.isatty(), leave=False):
+            part = rows[part]
             ids, mask = tokens.pad(part)
             x = model.embeddings(input_ids=ids)[mask]
             for layer in model.encoder.layer:

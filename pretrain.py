@@ -648,7 +648,7 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
             if not args.no_mlm and (masked is None or epoch % args.mask_epochs == 0):
                 drawing = torch.Generator().manual_seed(args.seed + 7919 * (epoch // args.mask_epochs + 1) + 104729 * rank)
                 masked, target = encoder.mask_tokens(tokens["train"], drawing)
-                masked = encoder.cache(masked)
+                masked = encoder.cache(masked, before=(tokens["train"], hidden["train"]))
             epoch += 1
             with signals_held() as came:  # until what was done is saved
                 for step, sums in train_epoch(encoder, classifier, optimizer, hidden["train"], masked, target, label, args,

@@ -548,7 +548,8 @@ def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, s
             if view is None or epoch % args.view_epochs == 0:
                 view = None  # frees the old view before the new one is made
                 drawing = torch.Generator().manual_seed(7919 * (epoch // args.view_epochs + 1) + 104729 * args.seed + rank)
-                view = encoder.cache(encoder.replace_tokens(tokens["train"], args.replace_rate, drawing))
+                view = encoder.replace_tokens(tokens["train"], args.replace_rate, drawing)
+                view = encoder.cache(view, before=(tokens["train"], hidden["train"]))
             epoch += 1
             with signals_held() as came:  # until what was done is saved
                 for step, sums in train_epoch(encoder, head, optimizer, schedule, hidden["train"], view, pseudo_label,

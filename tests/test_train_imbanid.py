@@ -56,6 +56,18 @@ def test_padding_changes_no_feature(encoder):
         assert torch.allclose(alone, together[i], atol=1e-6)
 
 
+def test_a_row_whose_tokens_did_not_change_keeps_its_states(encoder):
+    tokens = encoder.tokenize(TEXTS)
+    changed = Packed(tokens.values.clone(), tokens.offsets)
+    changed.values[tokens.offsets[2] + 3] = tokens.values[1]  # a word of the third text
+    before = Packed(torch.full((len(tokens.values), encoder.hidden_size), 7.0), tokens.offsets)
+    states, whole = encoder.trunk(changed, before=(tokens, before)), encoder.trunk(changed)
+    third = tokens.index(torch.tensor([2]))
+    assert torch.allclose(states.values[third], whole.values[third], atol=1e-6)
+    states.values[third] = 7
+    assert (states.values == 7).all() and (encoder.trunk(tokens, before=(tokens, before)).values == 7).all()
+
+
 def test_features_are_the_mean_over_all_real_tokens_of_the_whole_model(tiny_encoder, encoder):
     from transformers import AutoModel
     whole = AutoModel.from_pretrained(tiny_encoder).eval()
