@@ -194,9 +194,9 @@ def kept_passes():
     from encoder import Encoder, Packed
     trunk = Encoder.trunk
 
-    def once(self, tokens, desc=None):
+    def once(self, tokens, desc=None, before=None):
         if desc is None:  # a drawing, of which each is new
-            return trunk(self, tokens)
+            return trunk(self, tokens, desc, before)
         key = self.fingerprint, self.dtype, *(x.numpy().tobytes() for x in (tokens.values, tokens.offsets))
         if key not in KEPT:
             KEPT[key] = trunk(self, tokens)
