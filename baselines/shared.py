@@ -101,6 +101,7 @@ class Run:
         if not self.lock.__enter__():
             raise UserError(f"another run is writing to {self.out}/: wait until it has ended, or pass another --tag")
         start, self.code = time.monotonic(), commit()
+        torch.manual_seed(args.seed)  # a language-model head that the encoder comes without
         self.encoder = Encoder(args.encoder, args.max_length, self.device, dtype, True, args.cache_gb, self.out,
                                args.trained_layers)
         self.tokens = {split: self.encoder.tokenize(texts[split]) for split in texts}
