@@ -54,8 +54,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")'''
 PRETRAIN = ("--epochs", 2, "--batch_size", 64, "--max_length", 32)
 TRAIN = ("--epochs", 3, "--min_steps", 0, "--batch_size", 64, "--swaps", 5, "--head_lr", 0.01, "--lr", 0.001)
 FLOAT = ("--dtype", "float32")
-METHODS = {"gcd": ("--epochs", 2), "deepaligned": ("--epochs", 2), "clnn": ("--epochs", 2), "dpn": ("--epochs", 2),
-           "latentem": ("--epochs", 2), "usnid": ("--epochs", 2, "--pretrain_epochs", 2), "kmeans": ("--semi_supervised",)}
+BOTH = ("--epochs", 2, "--pretrain_epochs", 2)
+METHODS = {"gcd": ("--epochs", 2), "deepaligned": ("--epochs", 2), "clnn": ("--epochs", 2), "dpn": BOTH,
+           "latentem": ("--epochs", 2), "usnid": BOTH, "kmeans": ("--semi_supervised",)}
 
 
 def start(*words, **env):

@@ -30,6 +30,7 @@ from pretrain import locked
 from seeding import kmeans, nearest, semi_supervised_kmeans
 
 NAMES = ("gcd", "deepaligned", "clnn", "dpn", "latentem", "usnid")
+PRETRAINED = ("deepaligned", "dpn", "usnid")  # by themselves
 
 
 def method(name, **flags):
@@ -232,6 +233,27 @@ def test_clnns_loss(tiny_flags, monkeypatch):
     assert float(loss.detach()) == pytest.approx(float(neighbour_loss(z, positive, 0.07).detach()), rel=1e-4)
 
 
+def test_dpns_pretraining_is_of_its_dense_layer_too(tiny_flags, monkeypatch):
+    run, found = stages("dpn", tiny_flags | {"pretrain_batch_size": 9, "mask_epochs": 2, "patience": 4}, monkeypatch)
+    heads, batch_loss, more = found["pretrain"]
+    assert heads["dense"] is found["last"][0]["dense"] and heads["mlm_head"] is run.encoder.mlm_head
+    assert (more["batch_size"], more["patience"], more["lr"], more["bias_correction"]) == (9, 4, 5e-5, True)
+    with torch.no_grad():
+        dev = heads["known"](heads["dense"](run.encoder.all_features(run.hidden["dev"])))
+    assert more["judge"]({}) == pytest.approx(float(cross_entropy(dev, run.label["dev"])), rel=1e-5)
+    losses = []
+    for epoch in (1, 2, 3):
+        torch.manual_seed(1)
+        losses.append(float(batch_loss(ROWS, {"epoch": epoch}).detach()))
+        torch.manual_seed(1)
+        rows, masked = run.draw_labelled(9), run.views[0][1]
+        ce = cross_entropy(heads["known"](heads["dense"](features(run, rows))), run.label["train"][rows])
+        changed = (masked.values != run.hidden["train"].values).any(1).nonzero()[:, 0]
+        assert len(changed) > 20, "nothing is masked"
+        assert losses[-1] > float(ce.detach()) + 1, "no word to guess"
+    assert losses[0] == losses[1] != losses[2]  # as long as two epochs share the masks
+
+
 def test_dpns_loss(tiny_flags, monkeypatch):
     run, found = stages("dpn", tiny_flags, monkeypatch)
     heads, batch_loss, more = found["last"]
@@ -380,9 +402,10 @@ def test_each_method_whole_with_the_real_encoder(demo, start_acc, name, capsys):
     that start from there are only asked to do no harm. DeepAligned has its own pre-training, of at most 100 epochs,
     which its patience ends: with one batch each, fewer would be all warm-up.
     """
-    short = {"deepaligned": {"pretrain_epochs": 100, "patience": 3}, "usnid": {"pretrain_epochs": 2}}.get(name, {})
+    short = {"deepaligned": {"pretrain_epochs": 100, "patience": 3}, "usnid": {"pretrain_epochs": 2},
+             "dpn": {"pretrain_epochs": 10}}.get(name, {})
     real(name, demo, epochs=2, **short)
-    start = "kmeans_pretrained" if name in ("clnn", "dpn", "latentem") else "kmeans"
+    start = "kmeans_pretrained" if name in ("clnn", "latentem") else "kmeans"
     results, plain = (json.loads((Path(demo["out_dir"]) / f"demo_g10_s0_{which}/results.json").read_text())
                       for which in (name, "kmeans"))
     assert results["method"] == name
@@ -444,7 +467,7 @@ def tiny_flags(tiny_run, tiny_encoder, short_ends):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_killed_run_ends_like_one_that_was_not(tiny_flags, name, monkeypatch):
-    tiny_flags = tiny_flags | {"epochs": 3} | ({"pretrain_epochs": 2} if name in ("deepaligned", "usnid") else {})
+    tiny_flags = tiny_flags | {"epochs": 3} | ({"pretrain_epochs": 2} if name in PRETRAINED else {})
     method(name, **tiny_flags)
     whole = Path(tiny_flags["out_dir"]) / f"demo_g4_s0_{name}"
     save, calls = shared.save_checkpoint, []
@@ -484,13 +507,13 @@ def test_hidden_labels_change_no_byte(tiny_flags, tiny_run):
     try:
         for name in NAMES:
             method(name, **{**tiny_flags, "epochs": 1}, tag="shuffled", **(
-                {"pretrain_epochs": 1} if name in ("deepaligned", "usnid") else {}))
+                {"pretrain_epochs": 1} if name in PRETRAINED else {}))
     finally:
         for path, content in zip(hidden, kept):
             path.write_bytes(content)
     for name in NAMES:
         method(name, **{**tiny_flags, "epochs": 1}, tag="seen", **(
-            {"pretrain_epochs": 1} if name in ("deepaligned", "usnid") else {}))
+            {"pretrain_epochs": 1} if name in PRETRAINED else {}))
         first, second = (Path(tiny_flags["out_dir"]) / f"demo_g4_s0_{name}_{tag}" for tag in ("shuffled", "seen"))
         for file in ("test_pred.npy", "pseudo_label.npy", "train_feature.npy"):
             assert (first / file).read_bytes() == (second / file).read_bytes()
@@ -506,7 +529,7 @@ def test_pre_training_of_its_own(tiny_flags, tmp_path):
     assert (tmp_path / "demo_g4_s0/pretrain.pt").exists() and (tmp_path / "demo_g4_s0_kmeans/results.json").exists()
 
 
-@pytest.mark.parametrize("name, stage", [("gcd", "last"), ("deepaligned", "pretrain"), ("usnid", "pretrain")])
+@pytest.mark.parametrize("name, stage", [("gcd", "last"), *((name, "pretrain") for name in PRETRAINED)])
 def test_one_known_class_tells_nothing_of_when_to_stop(tiny_raw, tiny_flags, tmp_path, name, stage):
     """Dev's only class is always found, after the first epoch too: the last one is kept, as pretrain.py does."""
     flags = tiny_flags | {"known_ratio": 0.125, "data_dir": str(tmp_path / "data"), "out_dir": str(tmp_path / "out")}

@@ -96,7 +96,7 @@ def test_the_compared_methods_on_a_gpu(monkeypatch, tiny_run, tiny_encoder, tmp_
     module = importlib.import_module(f"baselines.{name}")
     task = (*tiny_run[0][:-1], tmp_path, "--encoder", tiny_encoder, "--max_length", 32, "--dtype", "float32")
     flags = ("--semi_supervised",) if name == "kmeans" else ("--epochs", 2)
-    flags += ("--pretrain_epochs", 2) if name in ("deepaligned", "usnid") else ()
+    flags += ("--pretrain_epochs", 2) if name in ("deepaligned", "dpn", "usnid") else ()
     with pretend_gpu(monkeypatch, "pretrain"):
         run(module, *task, *flags)
     found = np.load(tmp_path / f"demo_g4_s0_{name}/test_pred.npy")
