@@ -567,7 +567,7 @@ def test_bad_flags_end_in_one_line(tiny_flags, tiny_run):
     for name, words, expected in (("usnid", ["--erase_rate", 2], "erase_rate"), ("kmeans", ["--features", "bert"], "features"),
                                   ("gcd", ["--topk", 3], "topk"), ("clnn", ["--tag", "a/b"], "tag"),
                                   ("deepaligned", ["--epochs", 0], "epochs"), ("latentem", ["--lr", "nan"], "lr"),
-                                  ("dpn", ["--batch_size", -1], "batch_size"),
+                                  ("dpn", ["--pretrain_batch_size", -1], "pretrain_batch_size"),
                                   ("latentem", ["--patience", 3], "without --ce_only"),
                                   ("kmeans", ["--n_init", 7], "without --semi_supervised")):
         one_line_error(script("-m", f"baselines.{name}", *task, *words, ok=False), expected)
@@ -578,7 +578,7 @@ def test_bad_flags_end_in_one_line(tiny_flags, tiny_run):
         method("clnn", **{**tiny_flags, "epochs": 1, "tag": "first", "topk": 3})
     for flag, value in (("encoder", "minilm"), ("max_length", 16)):
         with pytest.raises(shared.UserError, match=f"--{flag}"):
-            method("dpn", **{**tiny_flags, flag: value, "tag": "other"})
+            method("latentem", **{**tiny_flags, flag: value, "tag": "other"})
     one_line_error(script("train_imbanid.py", *tiny_run[0], "--tag", "clnn_first", ok=False), "run of clnn", "--tag")
     method("gcd", **{**tiny_flags, "epochs": 1, "tag": "first"})
     finished = Path(tiny_flags["out_dir"]) / "demo_g4_s0_gcd_first/results.json"
