@@ -2,12 +2,12 @@
 
     python -m baselines.dpn --dataset clinc --gamma 10 --seed 0 --encoder minilm
 
-The paper's five steps. Representation learning: CE + MLM. Prototype learning: of the known classes (labelled
-means) and of K k-means clusters of all rows. Alignment and decoupling: bipartite matching says which clusters are the known
-classes. Semantic-aware prototypical learning: (a) every row is drawn to the cluster prototypes near it, (b) the rows of the
-matched clusters to the known classes' prototypes; (c) cross-entropy sees the labelled rows. EMA updating: (b)'s prototypes
-follow the labelled means by a moving average. k-means at the end. Features are what a dense layer makes of the encoder's. It
-is trained from the first step on, with many small batches: after pretrain.py, which has neither, k-means matched a third of the
+The paper's five steps. Representation learning: CE + MLM. Prototype learning: of the known classes (labelled means) and of K
+k-means clusters of all rows. Alignment and decoupling: bipartite matching says which clusters are the known classes.
+Semantic-aware prototypical learning: (a) every row is drawn to the cluster prototypes near it, (b) the rows of the matched
+clusters to the known classes' prototypes; (c) cross-entropy sees the labelled rows. EMA updating: (b)'s prototypes follow the
+labelled means by a moving average. k-means at the end. Features are what a dense layer makes of the encoder's, from the first
+step on; on what pretrain.py leaves, which lacks that layer and has a twentieth of the steps, k-means matches a quarter of the
 known classes to clusters of others. Authors' code: github.com/Lackel/DPN, the settings from its run.sh, init_parameter.py and
 data.py after the authors' corrections.
 """
