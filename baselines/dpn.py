@@ -61,22 +61,22 @@ def main(args):
     classifier, head = (nn.Linear(encoder.hidden_size, n).to(run.device) for n in (run.num_known, run.K))
     encoder.limit_vocabulary(run.tokens["train"])
 
-    def mask(tokens, rate, generator):
-        masked, target["ids"] = encoder.mask_tokens(tokens, generator)
+    def features(rows):  # not of unit length: it weighs (a) against (b)
+        return dense(encoder.features(run.hidden["train"], rows))
+
+    def mask(tokens, rate, generator):  # BERT's masking has a rate of its own
+        masked, target["ids"] = encoder.mask_tokens(tokens, generator)  # which words to guess, as long as the view serves
         return masked
 
     def pretrain_loss(rows, memory):
         masked, drawn = run.view(memory["epoch"], mask, None, args.mask_epochs), run.draw_labelled(args.pretrain_batch_size)
-        ce = cross_entropy(classifier(dense(encoder.features(run.hidden["train"], drawn))), label[drawn])
+        ce = cross_entropy(classifier(features(drawn)), label[drawn])
         return ce + encoder.mlm_loss(masked, rows, target["ids"])[0]
 
     train(run, "pretrain", {"dense": dense, "known": classifier, "mlm_head": encoder.mlm_head}, pretrain_loss,
           epochs=args.pretrain_epochs, batch_size=args.pretrain_batch_size, lr=args.pretrain_lr, bias_correction=True,
           judge=dev_judge(run, dense, classifier), patience=args.patience)
     run.views.clear()
-
-    def features(rows):  # not of unit length: it weighs (a) against (b)
-        return dense(encoder.features(run.hidden["train"], rows))
 
     @torch.no_grad()
     def begin_epoch(memory, step):

@@ -5,7 +5,7 @@ A method is a script beside this file, run from the repository's folder:
     python -m baselines.usnid --dataset clinc --gamma 10 --seed 0 --encoder minilm
 
 Reads   data/<run>/                  (make_lt_data.py)
-        out/<run>/pretrain.pt        (pretrain.py) where the method pre-trains with CE + MLM; made if it is missing
+        out/<run>/pretrain.pt        (pretrain.py's CE + MLM) where the method starts from it; made if it is missing
 Writes  out/<run>_<method>/          last.pt  log.jsonl  results.json  pseudo_label.npy  confidence.npy  beta.npy
                                      train_feature.npy  test_feature.npy  test_pred.npy, as train_imbanid.py does, and
                                      pretrain.pt where the method has a pre-training of its own (in last.pt's format,

@@ -567,6 +567,7 @@ def test_bad_flags_end_in_one_line(tiny_flags, tiny_run):
     for name, words, expected in (("usnid", ["--erase_rate", 2], "erase_rate"), ("kmeans", ["--features", "bert"], "features"),
                                   ("gcd", ["--topk", 3], "topk"), ("clnn", ["--tag", "a/b"], "tag"),
                                   ("deepaligned", ["--epochs", 0], "epochs"), ("latentem", ["--lr", "nan"], "lr"),
+                                  ("dpn", ["--batch_size", -1], "--batch_size"),
                                   ("dpn", ["--pretrain_batch_size", -1], "pretrain_batch_size"),
                                   ("latentem", ["--patience", 3], "without --ce_only"),
                                   ("kmeans", ["--n_init", 7], "without --semi_supervised")):
