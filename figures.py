@@ -143,6 +143,11 @@ def settings(run):
     return {flag: value for flag, value in run["config"].items() if flag not in OF_A_RUN} | pretrain
 
 
+def as_flag(flag, value):
+    """A setting of `settings` as it is written behind a command."""
+    return f"{flag if '--' in flag else f'--{flag}'} {value}"
+
+
 def changed(first, other):
     """The (flag, value) of the settings `other` that `first` has otherwise; a flag that an older file lacks is none."""
     return [(flag, other[flag]) for flag in first if first[flag] != other.get(flag, first[flag])]
@@ -521,7 +526,7 @@ def method_cells(runs):
 def other_settings_table(folder="results"):
     """The table in baselines/README.md of methods with other settings than in methods_table; empty without such runs.
 
-    Runs with a tag, under the untagged ones of the same seeds, each with the flags that differ between them.
+    Runs with a tag, under the untagged ones of the same seeds, each with the flags, also of pretrain.py, that differ.
     """
     runs = grouped((run for run in read_kept(folder) if run["method"] not in ("imbanid", "kmeans")),
                    "method", "dataset", "gamma", "encoder", "tag")
@@ -534,11 +539,11 @@ def other_settings_table(folder="results"):
             sides.append([by_seed[seed] for seed in seeds])
     for key in sorted(groups, key=lambda key: (method_place(key[0]), list(CORPORA).index(key[1]), key[2])):
         (_, dataset, gamma, encoder, seeds), sides = key, groups[key]
-        first = sides[0][0]["config"]
-        configs = [first | runs[0]["config"] for runs in sides]  # an older file may lack a flag
-        flags = [flag for flag in first if flag != "pretrain" and any(config[flag] != first[flag] for config in configs)]
+        first = settings(sides[0][0])
+        configs = [first | settings(runs[0]) for runs in sides]  # an older file may lack a flag
+        flags = {flag: None for config in configs for flag, _ in changed(first, config)}
         rows += [[method_title(sides[0][0]), with_encoder(CORPORA[dataset][0], encoder), f"{gamma:g}",
-                  " ".join(map(str, seeds)), " ".join(f"--{flag} {config[flag]}" for flag in flags), *method_cells(runs),
+                  " ".join(map(str, seeds)), " ".join(as_flag(flag, config[flag]) for flag in flags), *method_cells(runs),
                   f"{mean_of(runs, 'test_held'):.2f}" if all("test_held" in run for run in runs) else "",
                   f"{mean_of(runs, 'ss_kmeans_raw'):.2f}"]
                  for runs, config in zip(sides, configs)]
@@ -608,8 +613,7 @@ def dev_table(folder="results"):
     for run in sorted(runs, key=lambda run: run["tag"] != "default"):
         split = run["dataset"], run["gamma"], run["seed"]
         if first := default.get((run["encoder"], *split)):
-            flags = [f"{flag if '--' in flag else f'--{flag}'} {value}".removesuffix(" True")
-                     for flag, value in changed(settings(first), settings(run))]
+            flags = [as_flag(*setting).removesuffix(" True") for setting in changed(settings(first), settings(run))]
             found = by_setting.setdefault((run["encoder"], " ".join(flags) or "the defaults"), {})
             found[split] = run, first
     for (encoder, title), found in by_setting.items():

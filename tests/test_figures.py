@@ -713,9 +713,10 @@ def test_other_settings_of_a_method_stand_under_its_usual_ones_on_the_same_seeds
     results = figures.read_results(make_run(tmp_path))
     for seed, tag, method, acc, epochs in (
             (0, "", "gcd", 50, 20), (1, "", "gcd", 60, 20), (1, "full", "gcd", 64, 100), (2, "full", "gcd", 99, 100),
-            (1, "long", "gcd", 66, 200), (1, "older", "gcd", 62, 20),
+            (1, "long", "gcd", 66, 200), (1, "older", "gcd", 62, 20), (1, "start", "gcd", 68, 200),
             (1, "half", "usnid", 99, 10), (1, "cot", "imbanid", 99, 3)):
-        config = results["config"] | {"seed": seed, "epochs": epochs, "lr": 0.1, "pretrain": {"epochs": epochs}}
+        config = results["config"] | {"seed": seed, "epochs": epochs, "lr": 0.1,
+                                      "pretrain": {"epochs": 90 if tag == "start" else 30, "seed": seed}}
         if tag == "older":
             del config["epochs"]  # written before there was the flag
         figures.write_atomic(tmp_path / f"demo_g4_s{seed}_{method}_{tag}.json", json.dumps(
@@ -723,8 +724,11 @@ def test_other_settings_of_a_method_stand_under_its_usual_ones_on_the_same_seeds
                        "epochs": {"pretrain": 1, "last": epochs}, "config": config}))
     found = [line.strip("| ").split(" | ") for line in figures.other_settings_table(tmp_path).splitlines()[2:]]
     assert [(*row[:1], *row[3:6], row[11]) for row in found] == [
-        ("GCD", "1", "--epochs 20", "60.00", "1 + 20"), ("GCD", "1", "--epochs 100", "64.00", "1 + 100"),
-        ("GCD", "1", "--epochs 200", "66.00", "1 + 200"), ("GCD", "1", "--epochs 20", "62.00", "1 + 20")]
+        ("GCD", "1", "--epochs 20 pretrain.py --epochs 30", "60.00", "1 + 20"),
+        ("GCD", "1", "--epochs 100 pretrain.py --epochs 30", "64.00", "1 + 100"),
+        ("GCD", "1", "--epochs 200 pretrain.py --epochs 30", "66.00", "1 + 200"),
+        ("GCD", "1", "--epochs 20 pretrain.py --epochs 30", "62.00", "1 + 20"),
+        ("GCD", "1", "--epochs 200 pretrain.py --epochs 90", "68.00", "1 + 200")]
     assert figures.other_settings_table(tmp_path / "nothing") == ""
 
 
