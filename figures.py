@@ -541,7 +541,7 @@ def other_settings_table(folder="results"):
         (_, dataset, gamma, encoder, seeds), sides = key, groups[key]
         first = settings(sides[0][0])
         configs = [first | settings(runs[0]) for runs in sides]  # an older file may lack a flag
-        flags = {flag: None for config in configs for flag, _ in changed(first, config)}
+        flags = [flag for flag in first if any(config[flag] != first[flag] for config in configs)]
         rows += [[method_title(sides[0][0]), with_encoder(CORPORA[dataset][0], encoder), f"{gamma:g}",
                   " ".join(map(str, seeds)), " ".join(as_flag(flag, config[flag]) for flag in flags), *method_cells(runs),
                   f"{mean_of(runs, 'test_held'):.2f}" if all("test_held" in run for run in runs) else "",
