@@ -53,7 +53,7 @@ class Packed:
     def index(self, rows):
         """int64: where the values of rows (B,) lie, row after row."""
         lengths = self.lengths[rows]
-        start = self.offsets[rows] - (lengths.cumsum(0) - lengths)
+        start = self.offsets[rows] - starts(lengths)
         return start.repeat_interleave(lengths) + torch.arange(int(lengths.sum()), device=lengths.device)
 
     def take(self, rows):
@@ -73,6 +73,11 @@ def by_equal_length(values, lengths):
     return zip(values.split((sizes * counts).tolist()), sizes.tolist())
 
 
+def starts(n):
+    """Where each of the parts of n (B,) elements begins, if they lie one behind the other."""
+    return n.cumsum(0) - n
+
+
 def pad_to_block(x):
     """x (T, ...) with rows of zeros up to a multiple of BLOCK, on a CPU.
 
@@ -84,44 +89,118 @@ def pad_to_block(x):
     return nn.functional.pad(x, (0, 0) * (x.dim() - 1) + (0, -len(x) % BLOCK))
 
 
+def drawn_for(x, p):
+    """What dropout multiplies x by, on a CPU: for each element 0, with probability p, or 1 / (1 - p).
+
+    From 16 random bits an element, which stay int16: torch is slow at drawing single elements and at all that is bool.
+    """
+    if not 0 < p < 1:
+        return x.new_full((), 1 - p)
+    bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-2 ** 63, None).view(torch.int16)
+    return bits[:x.numel()].view_as(x).ge_(round(65536 * p) - 32768).to(x.dtype).mul_(1 / (1 - p))
+
+
 class Dropout(nn.Dropout):
-    """nn.Dropout, on a CPU from 16 random bits an element; torch's own took a sixth of a training step there."""
+    """nn.Dropout, on a CPU by drawn_for."""
 
     def forward(self, x):
-        if not self.training or not 0 < self.p < 1 or x.device.type != "cpu":
-            return super().forward(x)
-        bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-2 ** 63, None).view(torch.int16)
-        return x.masked_fill(bits[:x.numel()].view_as(x) < round(65536 * self.p) - 32768, 0) / (1 - self.p)
+        return x * drawn_for(x, self.p) if self.training and x.device.type == "cpu" else super().forward(x)
 
 
-def attend(qkv, dropout, bias=None):
-    """softmax(q k^T / sqrt(d) + bias) v for texts of one length. qkv: (3, b, heads, L, d). Returns (b, L, heads, d).
+def heads_first(x):
+    """x (b, m, heads, d) as (b * heads, m, d), float32."""
+    return x.transpose(1, 2).to(torch.float32, memory_format=torch.contiguous_format).flatten(0, 1)
 
-    bias: what MPNet adds for the distance of key (last) from query, (heads, L, L) float32, or None.
 
-    On a CPU torch has no kernel with dropout, and its softmax takes ten times as long over short rows as over long ones: here
-    the keys come first. In float32, since code would be generated for each new size of a bfloat16 product (pad_to_block).
+def heads_last(x, b):
+    """The way back: x (b * heads, m, d) as (b, m, heads, d)."""
+    return x.unflatten(0, (b, -1)).transpose(1, 2)
+
+
+class _Attend(torch.autograd.Function):
+    """attend on a CPU: its many small steps take four fifths of the time with this gradient instead of autograd's.
+
+    Of the n = b * heads, the shares and what they are made of are (n, L, m), keys first: torch's softmax takes ten times as
+    long over short rows. In float32, since code would be generated for each new size of a bfloat16 product (pad_to_block).
     """
-    if not dropout.training or qkv.device.type != "cpu":
-        bias = None if bias is None else bias.to(qkv.dtype)
-        return scaled_dot_product_attention(*qkv, bias, dropout.p if dropout.training else 0.0).transpose(1, 2)
-    with torch.autocast("cpu", enabled=False):
-        q, k, v = qkv.to(torch.float32, memory_format=torch.contiguous_format).flatten(1, 2)
-        added, beta = (k.new_zeros(()), 0) if bias is None else (bias.transpose(1, 2).repeat(qkv.shape[1], 1, 1), 1)
-        scores = torch.baddbmm(added, k, q.transpose(1, 2), beta=beta, alpha=q.shape[2] ** -0.5)
-        share = dropout(scores.transpose(0, 1).contiguous().softmax(0)).permute(1, 2, 0).contiguous()
-        mixed = (share @ v).view(qkv.shape[1:]).transpose(1, 2)
-        return mixed.to(qkv.dtype, memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def forward(ctx, q, kv, p, bias):
+        Q, K, V = (heads_first(x) for x in (q, *kv.unbind(2)))
+        added, beta = (Q.new_zeros(()), 0) if bias is None else (bias.mT.expand(len(q), -1, -1, -1).flatten(0, 1), 1)
+        scores = torch.baddbmm(added, K, Q.mT, beta=beta, alpha=Q.shape[2] ** -0.5)
+        share = scores.transpose(0, 1).contiguous().softmax(0).transpose(0, 1).contiguous()
+        drawn = drawn_for(share, p)
+        dropped = share * drawn
+        mixed = torch.bmm(dropped.mT, V)
+        ctx.save_for_backward(Q, K, V, share, drawn, dropped, mixed)
+        return heads_last(mixed, len(q)).to(q.dtype, memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx, grad):
+        Q, K, V, share, drawn, dropped, mixed = ctx.saved_tensors
+        b, G = len(grad), heads_first(grad)
+        # Of the softmax: share * (g - sum over keys of share * g). That sum is G . mixed, too.
+        g = torch.bmm(V, G.mT).mul_(drawn)
+        scores = g.sub_((G * mixed).sum(2)[:, None]).mul_(share).mul_(Q.shape[2] ** -0.5)
+        of_q = heads_last(torch.bmm(scores.mT, K), b).to(grad.dtype, memory_format=torch.contiguous_format)
+        of_kv = grad.new_empty(b, K.shape[1], 2, *grad.shape[2:])
+        of_kv[:, :, 0] = heads_last(torch.bmm(scores, Q), b)
+        of_kv[:, :, 1] = heads_last(torch.bmm(dropped, G), b)
+        return of_q, of_kv, None, None
 
 
-def attend_at_once(qkv, lengths, dropout):
-    """attend for texts of all lengths, shortest first: qkv (T, 3, heads, d), lengths (B,). Returns (T, heads, d).
+def attend(q, kv, dropout, bias=None):
+    """softmax(q k^T / sqrt(d) + bias) v for b texts of one length L: of m tokens of each, over all of its tokens.
+
+    q: (b, m, heads, d). kv: keys and values, (b, L, 2, heads, d). bias: what MPNet adds for the distance of key (last) from
+    query, (heads, m, L) or (b, heads, m, L) float32, or None. Returns (b, m, heads, d).
+    """
+    p = dropout.p if dropout.training else 0.0
+    if q.device.type == "cpu" and (p or kv.shape[1] < 16):  # torch's kernel has no dropout there, and is slow
+        with torch.autocast("cpu", enabled=False):
+            return _Attend.apply(q, kv, p, bias)
+    q, k, v = (x.transpose(1, 2) for x in (q, *kv.unbind(2)))
+    bias = None if bias is None else bias.to(q.dtype)
+    return scaled_dot_product_attention(q, k, v, bias, p).transpose(1, 2)
+
+
+def attend_by_length(q, kv, lengths, kept, dropout, bias=None):
+    """attend for texts of all lengths, shortest first: lengths (B,), T tokens in all. Returns (Q, heads, d).
+
+    q: of the tokens at the positions kept (Q,), ascending, or with None of all, (Q or more, heads, d). kv: (T or more, 2,
+    heads, d). What is behind Q and T is padding. bias: attend's, of the longest text.
+    """
+    sizes, texts = lengths.unique_consecutive(return_counts=True)
+    places = sizes  # for the queries of each text of a length
+    if kept is not None:  # as many as the text of that length with the most kept tokens needs
+        text = torch.arange(len(lengths)).repeat_interleave(lengths)[kept]
+        count = text.bincount(minlength=len(lengths))
+        places = torch.zeros_like(sizes).scatter_reduce(0, torch.arange(len(sizes)).repeat_interleave(texts), count, "amax")
+        place = torch.arange(len(kept)) + (starts(places.repeat_interleave(texts)) - starts(count))[text]
+        q = q.new_zeros(int((texts * places).sum()), *q.shape[1:]).index_copy(0, place, q[:len(kept)])
+        position = place.new_zeros(len(q)).index_copy(0, place, kept - starts(lengths)[text])
+    queries, tokens = (texts * places).tolist(), (texts * sizes).tolist()
+    positions = [None] * len(queries) if kept is None else position.split(queries)
+    context = [q[:0]]  # for a process that has no row in this batch
+    for L, b, of_q, of_kv, at in zip(sizes.tolist(), texts.tolist(), q.split([*queries, len(q) - sum(queries)]),
+                                     kv.split([*tokens, len(kv) - sum(tokens)]), positions):
+        added = bias
+        if bias is not None:
+            added = bias[:, :L, :L] if at is None else bias[:, at.view(b, -1), :L].transpose(0, 1)
+        context.append(attend(of_q.unflatten(0, (b, -1)), of_kv.unflatten(0, (b, L)), dropout, added).flatten(0, 1))
+    context = torch.cat(context)
+    return context if kept is None else context.index_select(0, place)
+
+
+def attend_at_once(q, kv, lengths, dropout):
+    """attend_by_length of all tokens: q (T, heads, d), kv (T, 2, heads, d), lengths (B,). Returns (T, heads, d).
 
     For bfloat16 on a GPU, which finishes a kernel before Python has launched the next: one kernel for each length cost a third
     of a step's time.
     """
     offsets, longest = nn.functional.pad(lengths.cumsum(0), (1, 0)).int(), int(lengths[-1])
-    return torch.ops.aten._flash_attention_forward(*qkv.unbind(1), offsets, offsets, longest, longest,
+    return torch.ops.aten._flash_attention_forward(q, *kv.unbind(1), offsets, offsets, longest, longest,
                                                    dropout.p if dropout.training else 0.0, False, False)[0]
 
 
@@ -361,27 +440,24 @@ class Encoder(nn.Module):
     def run_layer(self, layer, x, lengths, kept=None):
         """A transformer layer on the tokens x (T, H) of rows sorted by length, lengths (B,). Returns (T, H).
 
-        Rows of one length attend as one block, or all at once: nothing is padded. With kept, positions in x, the layer's second
-        half runs for those tokens alone, and they are what is returned.
+        Rows of one length attend as one block, or all at once: nothing is padded. With kept, positions in x, ascending, all but
+        keys and values is computed for those tokens alone, and they are what is returned.
         """
         attention = layer.attention.self
-        parts = [getattr(attention, name) for name in ("query", "key", "value")]
-        heads = attention.num_attention_heads
+        heads, both = attention.num_attention_heads, (attention.key, attention.value)
         T, x = len(x), pad_to_block(x.to(self.dtype))
         with self.autocast():
-            projected = linear(x, torch.cat([m.weight for m in parts]), torch.cat([m.bias for m in parts]))
-            size = projected.shape[1] // heads // 3
+            kv = linear(x, torch.cat([m.weight for m in both]), torch.cat([m.bias for m in both])).unflatten(1, (2, heads, -1))
+            early = kept is not None and x.device.type == "cpu"  # a GPU has all queries done before it is told which to do
+            if early:
+                T, x = len(kept), pad_to_block(x.index_select(0, kept))
+            q = attention.query(x).unflatten(1, (heads, -1))
             if self.flash and len(lengths):
-                context = attend_at_once(projected.view(T, 3, heads, size), lengths, attention.dropout).flatten(1)
+                context = attend_at_once(q, kv, lengths, attention.dropout).flatten(1)
             else:
-                context = [projected.new_empty(0, heads, size)]  # for a process that has no row in this batch
-                for block, L in by_equal_length(projected[:T], lengths):
-                    qkv = block.view(-1, L, 3, heads, size).permute(2, 0, 3, 1, 4)
-                    bias = None if self._bias is None else self._bias[:, :L, :L]
-                    context.append(attend(qkv, attention.dropout, bias).flatten(0, 1))
-                context = torch.cat(context).flatten(1)
-            if kept is not None:
-                T, context, x = len(kept), context[kept], pad_to_block(x[kept])
+                context = attend_by_length(q, kv, lengths, kept if early else None, attention.dropout, self._bias).flatten(1)
+            if kept is not None and not early:
+                T, context, x = len(kept), context[kept], x[kept]
             x = layer.attention.output(pad_to_block(context), x)
             return layer.output(layer.intermediate(x), x)[:T]
 
@@ -471,6 +547,8 @@ class Encoder(nn.Module):
 
         target: Packed int64 ids, -100 where nothing is predicted.
         """
+        row = torch.arange(len(rows), device=self.device).repeat_interleave(target.lengths[rows])
+        rows = rows[row[target.values[target.index(rows)] >= 0].unique_consecutive()]  # no other text changes anything
         states, wanted = zip(*((states, ids) for _, states, _, ids in self.trained_out(hidden, rows, target)))
         wanted = torch.cat(wanted)
         if len(wanted) == 0:

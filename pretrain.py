@@ -439,13 +439,14 @@ def joint_step(loss, optimizer, where, rows, came=()):
     beside = torch.stack([loss.detach().float(), torch.full_like(loss, bool(came), dtype=torch.float32)])
     flat = sum_over_ranks(torch.cat(
         [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters] + [beside]))
-    finite, stopped = torch.stack([flat.isfinite().all(), flat[-1] > 0]).tolist()  # at once: a GPU waits for nothing else
+    norm = torch.linalg.vector_norm(flat[:-2])
+    finite, stopped = torch.stack([(norm + flat[-2]).isfinite(), flat[-1] > 0]).tolist()  # at once: a GPU waits here alone
     if not finite:
         raise UserError(f"the loss or a gradient is not finite in {where}, {rates_and_advice(optimizer)}; the last checkpoint "
                         f"is from before. Training rows of the batch: {sorted({*rows.tolist()})}")
+    flat *= (1 / norm).clamp_max(1)
     for p, g in zip(parameters, flat[:-2].split([p.numel() for p in parameters])):
         p.grad = g.view_as(p)
-    nn.utils.clip_grad_norm_(parameters, 1.0)
     optimizer.step()
     return stopped
 
@@ -614,7 +615,8 @@ def train(args, texts, labels, meta, config, dtype, out, rank, world, device):
     classifier = nn.Parameter(of_first(class_means(unit_features("train"), label, meta["num_known"])))  # GPUs may round apart
     layers = list(encoder.trained_layers.parameters())
     heads = [classifier] + [p for p in encoder.mlm_head.parameters() if p.requires_grad and not args.no_mlm]
-    optimizer = torch.optim.AdamW([{"params": layers, "lr": args.lr}, {"params": heads, "lr": args.head_lr}], weight_decay=0.01)
+    optimizer = torch.optim.AdamW([{"params": layers, "lr": args.lr}, {"params": heads, "lr": args.head_lr}], weight_decay=0.01,
+                                  fused=device.type == "cpu")
 
     def state():
         return {"trained_layers": trained_state(encoder.trained_layers), "mlm_head": trained_state(encoder.mlm_head),

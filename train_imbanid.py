@@ -498,7 +498,8 @@ def run_epochs(args, encoder, head, tokens, hidden, label, out, config, found, s
     steps = math.ceil(N / args.batch_size)
     epochs = min(args.epochs, math.ceil(args.max_steps / steps))
     optimizer = torch.optim.AdamW([{"params": list(encoder.trained_layers.parameters()), "lr": args.lr},
-                                   {"params": [head], "lr": args.head_lr}], weight_decay=0.01)
+                                   {"params": [head], "lr": args.head_lr}], weight_decay=0.01,
+                                  fused=encoder.device.type == "cpu")
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: 0.5 + 0.5 * math.cos(math.pi * step / max(1, steps * epochs)))
     start, epoch, log, view = time.monotonic(), 0, [], None

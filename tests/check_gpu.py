@@ -251,9 +251,10 @@ class Check:
         lengths, dropout = torch.tensor([3, 3, 5, 8, 8, 13, 40, 128]), Dropout(0.1).eval()
         qkv, weight = (torch.randn(208, n, 4, 32, generator=torch.Generator().manual_seed(n)) for n in (3, 1))
         here, there = qkv.clone().requires_grad_(), qkv.bfloat16().cuda().requires_grad_()
-        texts = [attend(text.permute(1, 2, 0, 3)[:, None], dropout).flatten(0, 1) for text in here.split(lengths.tolist())]
+        texts = [attend(text[None, :, 0], text[None, :, 1:], dropout)[0] for text in here.split(lengths.tolist())]
         found = []
-        for given, mixed in ((here, torch.cat(texts)), (there, attend_at_once(there, lengths.cuda(), dropout))):
+        for given, mixed in ((here, torch.cat(texts)),
+                             (there, attend_at_once(there[:, 0], there[:, 1:], lengths.cuda(), dropout))):
             (mixed.float().cpu() * weight[:, 0]).sum().backward()
             found.append((mixed.detach().float().cpu(), given.grad.float().cpu()))
         off = [float((other - one).norm() / one.norm()) for one, other in zip(*found, strict=True)]

@@ -149,27 +149,69 @@ def test_dropout_drops_its_share_and_keeps_the_mean(dtype):
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
-@pytest.mark.parametrize("b, L", [(1, 2), (3, 7), (40, 20), (2, 33)])
+@pytest.mark.parametrize("b, L, m", [(1, 2, 0), (3, 7, 0), (40, 20, 0), (2, 33, 0), (3, 7, 2), (40, 20, 1)])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_attention_in_training_is_torchs_own(with_bias, b, L, dtype, tolerance):
+def test_attention_in_training_is_torchs_own(monkeypatch, with_bias, b, L, m, dtype, tolerance):
     torch.manual_seed(0)
-    qkv = torch.randn(3, b, L, 4, 16).transpose(2, 3).to(dtype).requires_grad_()
-    bias = torch.randn(4, L, L) if with_bias else None
-    ours = attend(qkv, Dropout(0.0), bias)
-    theirs = torch.nn.functional.scaled_dot_product_attention(*qkv.float(), bias).transpose(1, 2)
+    q, kv = (torch.randn(b, n, *more, 4, 16).to(dtype).requires_grad_() for n, more in ((m or L, ()), (L, (2,))))
+    bias = torch.randn(4, m or L, L) if with_bias else None
+    monkeypatch.setattr("encoder.drawn_for", lambda x, p: torch.ones(()))  # torch's kernel draws others
+    ours = attend(q, kv, Dropout(0.1), bias)
+    theirs = torch.nn.functional.scaled_dot_product_attention(
+        *(x.float().transpose(1, 2) for x in (q, *kv.unbind(2))), bias).transpose(1, 2)
     assert ours.dtype == dtype and torch.allclose(ours.float(), theirs, atol=tolerance)
-    gradients = [torch.autograd.grad(y.float().square().sum(), qkv)[0].float() for y in (ours, theirs)]
-    assert torch.allclose(*gradients, atol=tolerance)
+    gradients = [torch.autograd.grad(y.float().square().sum(), (q, kv)) for y in (ours, theirs)]
+    assert all(torch.allclose(one.float(), other.float(), atol=tolerance) for one, other in zip(*gradients, strict=True))
 
 
 def test_attention_drops_weights():
     """With the unit vectors as values the output is the weights: those that stay are all larger by the same factor."""
     torch.manual_seed(0)
-    qkv = torch.stack([torch.randn(50, 4, 16, 16), torch.randn(50, 4, 16, 16), torch.eye(16).expand(50, 4, 16, 16)])
+    q, kv = torch.randn(50, 16, 4, 16), torch.randn(50, 16, 2, 4, 16)
+    kv[:, :, 1] = torch.eye(16)[:, None]
     part = Dropout(0.25)
-    dropped, whole = attend(qkv, part), attend(qkv, part.eval())
+    dropped, whole = attend(q, kv, part), attend(q, kv, part.eval())
     assert abs(float((dropped == 0).float().mean()) - 0.25) < 0.01
     assert torch.allclose(dropped[dropped > 0], whole[dropped > 0] / 0.75, rtol=1e-4)
+
+
+@pytest.mark.parametrize("mpnet", [False, True])
+def test_the_kept_tokens_alone_come_out_as_among_all(monkeypatch, tmp_path, mpnet):
+    """None, one or several of a text, long or short, the whole last layer; and its gradients."""
+    make_encoder(tmp_path, mpnet=mpnet)
+    encoder = Encoder(str(tmp_path), 64, torch.device("cpu"), torch.float32).train()
+    monkeypatch.setattr("encoder.drawn_for", lambda x, p: torch.ones(()))
+    if mpnet:
+        encoder._bias += torch.randn(encoder._bias.shape, generator=torch.Generator().manual_seed(0))
+    tokens = encoder.tokenize([*TEXTS, "open the door", "open the door", "turn off the light " * 8, "no", "yes"])
+    rows = torch.arange(len(tokens))
+    for share in (0.0, 0.1, 0.5, 1.0):
+        wanted = torch.rand(len(tokens.values), generator=torch.Generator().manual_seed(1)) < share
+        target = Packed(torch.where(wanted, torch.arange(len(wanted)), -100), tokens.offsets)
+        found = []
+        for all_rows in (None, target):
+            (_, states, _, ids), = encoder.trained_out(encoder.trunk(tokens), rows, all_rows)
+            if ids is None:
+                order = tokens.index(tokens.by_length(rows)[0])
+                states, ids = states[wanted[order]], order[wanted[order]]
+            encoder.zero_grad()
+            (states * torch.arange(1, 1 + encoder.hidden_size)).sum().backward()
+            found.append((ids, states, [p.grad for p in encoder.trained_layers.parameters() if p.grad is not None]))
+        assert torch.equal(found[0][0], found[1][0]) and torch.allclose(found[0][1], found[1][1], atol=1e-5)
+        assert share == 0 or all(torch.allclose(one, other, rtol=1e-3, atol=1e-3) for one, other in zip(
+            found[0][2], found[1][2], strict=True))
+
+
+def test_texts_without_a_word_to_guess_do_not_run(monkeypatch, encoder):
+    tokens = encoder.tokenize(TEXTS)
+    target = Packed(torch.full_like(tokens.values, -100), tokens.offsets)
+    target.values[tokens.offsets[3] + 2] = tokens.values[tokens.offsets[3] + 2]
+    hidden, ran = encoder.trunk(tokens), []
+    run_layer = encoder.run_layer
+    monkeypatch.setattr(encoder, "run_layer", lambda layer, x, *more: (ran.append(len(x)), run_layer(layer, x, *more))[1])
+    loss, count = encoder.mlm_loss(hidden, torch.tensor([3, 0, 1]), target)
+    assert count == 1 and ran == [int(tokens.lengths[3])] and loss > 0
+    assert encoder.mlm_loss(hidden, torch.tensor([0, 1]), target) == (0, 0)
 
 
 def test_rows_are_taken_in_chunks_of_so_many_tokens(monkeypatch):
