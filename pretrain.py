@@ -440,7 +440,7 @@ def joint_step(loss, optimizer, where, rows, came=()):
     flat = sum_over_ranks(torch.cat(
         [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters] + [beside]))
     norm = torch.linalg.vector_norm(flat[:-2])
-    finite, stopped = torch.stack([(norm + flat[-2]).isfinite(), flat[-1] > 0]).tolist()  # at once: a GPU waits here alone
+    finite, stopped = torch.stack([(norm + flat[-2]).isfinite(), flat[-1] > 0]).tolist()  # at once: a GPU waits for this alone
     if not finite:
         raise UserError(f"the loss or a gradient is not finite in {where}, {rates_and_advice(optimizer)}; the last checkpoint "
                         f"is from before. Training rows of the batch: {sorted({*rows.tolist()})}")
