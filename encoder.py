@@ -78,6 +78,11 @@ def starts(n):
     return n.cumsum(0) - n
 
 
+def part_of_each(n):
+    """Which of these parts each of the n.sum() elements belongs to."""
+    return torch.arange(len(n), device=n.device).repeat_interleave(n)
+
+
 def pad_to_block(x):
     """x (T, ...) with rows of zeros up to a multiple of BLOCK, on a CPU.
 
@@ -174,22 +179,24 @@ def attend_by_length(q, kv, lengths, kept, dropout, bias=None):
     heads, d). What is behind Q and T is padding. bias: attend's, of the longest text.
     """
     sizes, texts = lengths.unique_consecutive(return_counts=True)
-    places = sizes  # for the queries of each text of a length
-    if kept is not None:  # as many as the text of that length with the most kept tokens needs
-        text = torch.arange(len(lengths)).repeat_interleave(lengths)[kept]
+    tokens = queries = (texts * sizes).tolist()
+    if kept is not None:
+        # Each text gets as many places for queries as the one of its length with the most kept tokens needs.
+        text = part_of_each(lengths)[kept]
         count = text.bincount(minlength=len(lengths))
-        places = torch.zeros_like(sizes).scatter_reduce(0, torch.arange(len(sizes)).repeat_interleave(texts), count, "amax")
+        places = torch.zeros_like(sizes).scatter_reduce(0, part_of_each(texts), count, "amax")
         place = torch.arange(len(kept)) + (starts(places.repeat_interleave(texts)) - starts(count))[text]
-        q = q.new_zeros(int((texts * places).sum()), *q.shape[1:]).index_copy(0, place, q[:len(kept)])
-        position = place.new_zeros(len(q)).index_copy(0, place, kept - starts(lengths)[text])
-    queries, tokens = (texts * places).tolist(), (texts * sizes).tolist()
-    positions = [None] * len(queries) if kept is None else position.split(queries)
+        queries = (texts * places).tolist()
+        q = q.new_zeros(sum(queries), *q.shape[1:]).index_copy(0, place, q[:len(kept)])
+        if bias is not None:  # a place's row of it is that of the token's position in its text
+            position = place.new_zeros(len(q)).index_copy(0, place, kept - starts(lengths)[text])
+            by_place = bias[:, position].split(queries, 1)
+    parts = [x.split([*of_lengths, len(x) - sum(of_lengths)]) for x, of_lengths in ((q, queries), (kv, tokens))]
     context = [q[:0]]  # for a process that has no row in this batch
-    for L, b, of_q, of_kv, at in zip(sizes.tolist(), texts.tolist(), q.split([*queries, len(q) - sum(queries)]),
-                                     kv.split([*tokens, len(kv) - sum(tokens)]), positions):
+    for i, (L, b, of_q, of_kv) in enumerate(zip(sizes.tolist(), texts.tolist(), *parts)):
         added = bias
         if bias is not None:
-            added = bias[:, :L, :L] if at is None else bias[:, at.view(b, -1), :L].transpose(0, 1)
+            added = bias[:, :L, :L] if kept is None else by_place[i][..., :L].unflatten(1, (b, -1)).transpose(0, 1)
         context.append(attend(of_q.unflatten(0, (b, -1)), of_kv.unflatten(0, (b, L)), dropout, added).flatten(0, 1))
     context = torch.cat(context)
     return context if kept is None else context.index_select(0, place)
@@ -549,8 +556,8 @@ class Encoder(nn.Module):
 
         target: Packed int64 ids, -100 where nothing is predicted.
         """
-        row = torch.arange(len(rows), device=self.device).repeat_interleave(target.lengths[rows])
-        rows = rows[row[target.values[target.index(rows)] >= 0].unique_consecutive()]  # no other text changes anything
+        place = part_of_each(target.lengths[rows])[target.values[target.index(rows)] >= 0].unique_consecutive()
+        rows = rows[place]  # no other text changes anything
         states, wanted = zip(*((states, ids) for _, states, _, ids in self.trained_out(hidden, rows, target)))
         wanted = torch.cat(wanted)
         if len(wanted) == 0:

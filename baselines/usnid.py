@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, normalize, pad
 
 from baselines.shared import Flags, Run, dense_layer, dev_judge, finish, supervised_contrast, train
-from encoder import Packed
+from encoder import Packed, part_of_each
 from make_lt_data import check_positive, check_shares, run_script
 from seeding import kmeans
 
@@ -43,7 +43,7 @@ def erase_tokens(encoder):
     """The augmentation: floor(rate n) of the n ordinary tokens of every row are left out."""
     def erase(tokens, rate, generator):
         lengths, special = tokens.lengths, encoder.special(tokens)
-        row = torch.arange(len(tokens), device=lengths.device).repeat_interleave(lengths)
+        row = part_of_each(lengths)
         ordinary = torch.zeros_like(lengths).index_add_(0, row, (~special).long())
         chance = torch.rand(len(row), generator=generator).to(row.device) + special  # special tokens come last
         order = torch.argsort(chance)
