@@ -474,13 +474,13 @@ class Encoder(nn.Module):
     def trunk(self, tokens, desc=None, before=None):
         """Packed ids -> Packed hidden states (T, H) that enter the first trained layer, in the autocast type.
 
-        before: the ids that tokens were made from by changing some, and their hidden states, both Packed. A row without a
-        change keeps these: of BERT's masking a fifth to a third of short texts.
+        before: the ids that tokens were made from, and their hidden states, both Packed. Where some ids were changed but none
+        was left out, a row without a change keeps these: of BERT's masking a fifth to a third of short texts.
         """
         out = self.empty_states(len(tokens.values))
         model = self._frozen[0].base_model
         rows = torch.arange(len(tokens), device=self.device)
-        if before is not None:
+        if before is not None and torch.equal(tokens.offsets, before[0].offsets):
             ids, states = before
             out.copy_(states.values)
             rows = rows.repeat_interleave(tokens.lengths)[tokens.values != ids.values].unique()

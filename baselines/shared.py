@@ -135,7 +135,8 @@ class Run:
         if self.views.get(copy, (None,))[0] != wanted:
             generator = torch.Generator().manual_seed(7919 * (wanted + 1) + 104729 * self.args.seed + 15485863 * copy)
             self.views.pop(copy, None)  # frees the old view before the new one is made
-            self.views[copy] = wanted, self.encoder.cache(augment(self.tokens["train"], rate, generator))
+            changed, before = augment(self.tokens["train"], rate, generator), (self.tokens["train"], self.hidden["train"])
+            self.views[copy] = wanted, self.encoder.cache(changed, before=before)
         return self.views[copy][1]
 
 
@@ -228,7 +229,7 @@ def train(run, stage, heads, batch_loss, *, epochs, batch_size, lr, rows=None, b
     rows = torch.arange(len(run.label["train"]), device=run.device) if rows is None else rows
     modules = nn.ModuleDict({"trained_layers": run.encoder.trained_layers, **heads}).to(run.device)
     parameters = [p for p in modules.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.01, fused=run.device.type == "cpu")
     total = (math.ceil(len(rows) / batch_size) + more_steps) * epochs
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_share(step, total, bias_correction))
 
