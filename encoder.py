@@ -483,7 +483,7 @@ class Encoder(nn.Module):
         if before is not None and torch.equal(tokens.offsets, before[0].offsets):
             ids, states = before
             out.copy_(states.values)
-            rows = rows.repeat_interleave(tokens.lengths)[tokens.values != ids.values].unique()
+            rows = part_of_each(tokens.lengths)[tokens.values != ids.values].unique_consecutive()
         for part in tqdm(tokens.by_length(rows), desc=desc, disable=desc is None or not sys.stderr.isatty(), leave=False):
             part = rows[part]
             ids, mask = tokens.pad(part)

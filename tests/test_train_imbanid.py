@@ -66,6 +66,8 @@ def test_a_row_whose_tokens_did_not_change_keeps_its_states(encoder):
     assert torch.allclose(states.values[third], whole.values[third], atol=1e-6)
     states.values[third] = 7
     assert (states.values == 7).all() and (encoder.trunk(tokens, before=(tokens, before)).values == 7).all()
+    left = tokens.take(torch.arange(1, len(TEXTS)))  # of other lengths, as where tokens were left out: nothing is kept
+    assert torch.equal(encoder.trunk(left, before=(tokens, before)).values, encoder.trunk(left).values)
 
 
 def test_features_are_the_mean_over_all_real_tokens_of_the_whole_model(tiny_encoder, encoder):
