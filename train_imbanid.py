@@ -176,8 +176,12 @@ def transport_plan(log_p, args, potential, marginal):
     prior = None
     if args.pseudo_label == "mot":
         prior = marginal = moving_average_marginal(marginal, log_p, args.mu, sum_over_ranks)
-    result = relaxed_ot(log_p, args.lambda1, lambda2_of(args), penalty=penalty, init=potential, reduce=sum_over_ranks,
-                        prior=prior)
+    try:
+        result = relaxed_ot(log_p, args.lambda1, lambda2_of(args), penalty=penalty, init=potential, reduce=sum_over_ranks,
+                            prior=prior)
+    except ValueError as err:  # on all processes alike
+        raise UserError(f"no pseudo-labels with --lambda1 {args.lambda1} and --temperature {args.temperature}: pass larger "
+                        f"ones ({err})") from None
     return result, marginal
 
 

@@ -922,7 +922,8 @@ def test_a_finished_pre_training_is_skipped_and_one_of_other_settings_or_data_re
     (["--what"], ["--what"]), (["--lambda2", "-1"], ["lambda2"]), (["--lambda1", "inf"], ["lambda1"]), (["--mu", "1"], ["mu"]),
     (["--mu", "0.5"], ["--pseudo_label mot"]), (["--max_classes", "9"], ["--num_classes appendix_e"]),
     (["--tag", "a/b"], ["tag"]), (["--tag", "gcd"], ["--tag gcd"]), (["--lr", "1e39"], ["lr", "below 1e+38"]),
-    (["--label_weight", "1e39"], ["label_weight", "below 1e+38"]), (["--temperature", "1e-40"], ["log P", "--temperature"])])
+    (["--label_weight", "1e39"], ["label_weight", "below 1e+38"]), (["--temperature", "1e-40"], ["log P", "--temperature"]),
+    (["--lambda1", "1e-310"], ["--lambda1 1e-310", "larger"])])
 def test_bad_flags(tiny_run, flags, words):
     with pytest.raises(UserError) as said:
         train_imbanid.main(parse_args(train_imbanid.Args, [*map(str, tiny_run[0]), "--tag", "bad", *flags]))
