@@ -459,44 +459,43 @@ def leads_table(folder="results"):
             for methods in kinds.values():
                 others = {title.replace("k-means, ", "").removesuffix(" features"): scores_of(runs, row, column)
                           for title, runs in by_method.items() if runs[0]["method"] in methods}
-                told = len(ours) and not np.isnan(ours).any() and (column != "tail" or gamma > 1)  # 1 has no tail
-                cells.append(lead(ours, others) if told else "-")
+                told = others and len(ours) and not np.isnan(ours).any() and (column != "tail" or gamma > 1)  # 1 has no tail
+                best = max(others, key=lambda title: others[title].mean(), default="")
+                cells.append(lead(ours, others[best], best) if told else "-")
         rows.append(cells)
     columns = [f"{name}, {kind}" for name in leads.values() for kind in kinds]
     return markdown(("corpus", "gamma", "seeds", *columns), rows)
 
 
-def lead(ours, others):
-    """"+8.5 (GCD; p 0.04)": the mean of ours (S,) minus that of the best of others, {title: (S,)}, with a paired t-test; "-"
-    where there are no others.
-    """
-    if not others:
-        return "-"
-    best = max(others, key=lambda title: others[title].mean())
-    p = paired_test(ours, others[best])
-    return f"{(ours - others[best]).mean():+.1f} ({best}{p and '; ' + p})"
+def lead(ours, theirs, title=""):
+    """"+8.5 (GCD; p 0.04)": what the mean of ours (S,) is above that of theirs, a method `title`'s; p of a paired t-test."""
+    said = "; ".join(filter(None, (title, paired_test(ours, theirs))))
+    return f"{(ours - theirs).mean():+.1f}{said and f' ({said})'}"
 
 
-def ends_table(folder="results"):
-    """baselines/README.md's table of what a method's end is worth: ACC under C of the same features with its own end, with
-    the labelled rows held, and with the centres that ImbaNID's search finds, of which ImbaNID's lead is told.
+def ends_tables(folder="results"):
+    """baselines/README.md's tables of what a method's end is worth: ACC under C of the same features with its own end, with
+    the labelled rows held, and with the centres that ImbaNID's search finds; then ImbaNID's lead over that last one.
     """
     found, seeded = [], {}
-    for key, seeds, by_method in compared(folder):
+    for (dataset, gamma, encoder), seeds, by_method in compared(folder):
         runs = {title: of for title, of in by_method.items() if not title.endswith((HELD, CUT))
                 and not np.isnan(scores_of(of, "test_seeded")).any()}
         if runs and "ImbaNID" in by_method:
-            found.append((key, seeds, scores_of(by_method["ImbaNID"], "test"), runs))
+            cell = [with_encoder(CORPORA[dataset][0], encoder), f"{gamma:g}", " ".join(map(str, seeds))]
+            found.append((cell, scores_of(by_method["ImbaNID"], "test"), runs))
             seeded |= runs
-    rows, titles = [], [title for title, _ in sorted(seeded.items(), key=title_place)]
-    for (dataset, gamma, encoder), seeds, ours, runs in found:
+    ends, leads, titles = [], [], [title for title, _ in sorted(seeded.items(), key=title_place)]
+    for cell, ours, runs in found:
         means = {title: [scores_of(of, row).mean() for row in ("test", "test_held", "test_seeded")]
                  for title, of in runs.items()}
-        cells = [" / ".join("-" if np.isnan(x) else f"{x:.1f}" for x in means.get(title, [np.nan])) for title in titles]
-        others = {title: scores_of(of, "test_seeded") for title, of in runs.items() if of[0]["method"] != "kmeans"}
-        rows.append([with_encoder(CORPORA[dataset][0], encoder), f"{gamma:g}", " ".join(map(str, seeds)), *cells,
-                     f"{ours.mean():.1f}", lead(ours, others)])
-    return markdown(("corpus", "gamma", "seeds", *titles, "ImbaNID", "its lead over the best seeded"), rows)
+        ends.append([*cell, *(" / ".join("-" if np.isnan(x) else f"{x:.1f}" for x in means.get(title, [np.nan]))
+                              for title in titles), f"{ours.mean():.1f}"])
+        leads.append([*cell, *(lead(ours, scores_of(runs[title], "test_seeded")) if title in runs else "-"
+                               for title in titles)])
+    return "\n\n".join(filter(None, (
+        markdown(("corpus", "gamma", "seeds", *titles, "ImbaNID"), ends),
+        markdown(("ImbaNID's lead over the seeded", "gamma", "seeds", *titles), leads))))
 
 
 def methods_table(folder="results"):
@@ -585,19 +584,25 @@ def settings_table(folder="results"):
     """docs/experiments.md's table of runs that differ in one setting, on the seeds that all its values have; empty without
     such runs.
 
-    K shows how many classes a run had: the true number, or for each seed the estimated one.
+    K shows how many classes a run had: the true number, or for each seed the estimated one. The last columns but one are what
+    a row has above the main table's runs of these seeds, with a paired t-test.
     """
     runs = [run for run in read_kept(folder, None) if run["method"] == "imbanid"]
-    rows = []
+    rows, own = [], own_runs(folder)
     for key in ("known_ratio", "omega", "lambda2", "num_classes", "dtype", "processes", "trained_layers", "epochs", "lr"):
         for title, by_value in on_shared_seeds(varied(runs, key)):
             for value, found in by_value.items():
                 K = sorted({run["num_classes"] for run in found})
+                main = own.get(tuple(found[0][part] for part in ("dataset", "gamma", "encoder")), {})
+                main = [main.get(run["seed"]) for run in found]
+                above = [lead(scores_of(found, row), scores_of(main, row)) if all(main) and main != found else ""
+                         for row in ("test", "test_kmeans")]
                 rows.append([key, with_encoder(title, found[0]["encoder"]), value if key != "num_classes" else value or "true",
                              " ".join(map(str, K if len(K) == 1 else [run["num_classes"] for run in found])),
                              " ".join(str(run["seed"]) for run in found),
-                             *method_cells(found)[:6], f"{mean_of(found, 'ss_kmeans_raw'):.2f}"])
-    columns = ("setting", "corpus", "value", "K", "seeds", *COLUMNS[:5], "ACC (T)", "semi-sup. k-means (10 starts), ACC")
+                             *method_cells(found)[:6], *above, f"{mean_of(found, 'ss_kmeans_raw'):.2f}"])
+    columns = ("setting", "corpus", "value", "K", "seeds", *COLUMNS[:5], "ACC (T)", "ACC minus the default's",
+               "ACC (T) minus the default's", "semi-sup. k-means (10 starts), ACC")
     return markdown(columns, rows)
 
 
@@ -690,7 +695,7 @@ def gpu_table(folder="results"):
 
 
 TABLES = (headline_table, results_table, ablation_table, ablation_t_table, settings_table, dev_table, overview_table,
-          groups_table, leads_table, ends_table, methods_table, other_settings_table, schedules_table, transport_tables,
+          groups_table, leads_table, ends_tables, methods_table, other_settings_table, schedules_table, transport_tables,
           speed_tables, gpu_table)  # what `table` builds
 
 

@@ -438,6 +438,17 @@ def test_a_setting_is_tabled_on_the_seeds_that_all_its_values_have(tmp_path):
     assert found == [[*head, "0.1", "6", "1", "60.00"], [*head, "0.5", "6", "1", "70.00"]]
 
 
+def test_a_setting_is_compared_with_the_main_tables_runs_of_its_seeds(tmp_path):
+    for (tag, omega), scores in {("", 0.5): (70, 80, 90), ("o", 0.1): (60, 74)}.items():
+        for seed, acc in enumerate(scores):
+            results = figures.read_results(make_run(tmp_path, seed, f"x{tag}", omega=omega)) | {"tag": tag}
+            results["test"]["ACC"], results["test_kmeans"] = acc, SCORES | {"ACC": 40}
+            figures.write_atomic(tmp_path / f"demo_g4_s{seed}_x{tag}.json", json.dumps(results))
+    rows = [line.strip("| ").split(" | ") for line in figures.settings_table(tmp_path).splitlines()[2:]]
+    p = ttest_rel((60, 74), (70, 80)).pvalue
+    assert [row[-3:-1] for row in rows] == [[f"-8.0 (p {p:.2g})", "+0.0"], ["", ""]]
+
+
 def test_older_results_have_the_dtype_of_their_pretraining(tmp_path):
     runs = [figures.read_results(make_run(tmp_path, seed, tag, dtype=dtype))
             for seed, tag, dtype in ((0, "", "bfloat16"), (1, "", "bfloat16"), (0, "f", "float32"))]
@@ -593,13 +604,12 @@ def test_ends_on_the_same_features_stand_beside_each_other(tmp_path):
             results["config"] |= {"features": "raw", "semi_supervised": True}
             results |= {"method": method} | {end: SCORES | {"ACC": acc} for end, acc in ends.items()}
             figures.write_atomic(tmp_path / f"demo_g4_s{seed}_{method}.json", json.dumps(results))
-    head, _, row = [line.strip("| ").split(" | ") for line in figures.ends_table(tmp_path).splitlines()]
-    assert head[3:] == ["semi-sup. k-means, raw features", "GCD", "USNID", "ImbaNID", "its lead over the best seeded"]
-    p = ttest_rel((80, 81), (70, 72)).pvalue
-    assert row[2:] == ["0 1", "40.0 / - / 90.0", "64.0 / - / 71.0", "60.0 / 65.0 / 69.0", "80.5", f"+9.5 (GCD; p {p:.2g})"]
-    for path in [*tmp_path.glob("*_gcd.json"), *tmp_path.glob("*_usnid.json"), *tmp_path.glob("*_dpn.json")]:
-        path.unlink()
-    assert figures.ends_table(tmp_path).endswith("| 0 1 | 40.0 / - / 90.0 | 80.5 | - |"), "k-means alone: there is no lead"
+    ends, leads = figures.ends_tables(tmp_path).split("\n\n")
+    (head, _, row), (_, _, ahead) = ([line.strip("| ").split(" | ") for line in table.splitlines()] for table in (ends, leads))
+    assert head[3:] == ["semi-sup. k-means, raw features", "GCD", "USNID", "ImbaNID"]
+    assert row[2:] == ["0 1", "40.0 / - / 90.0", "64.0 / - / 71.0", "60.0 / 65.0 / 69.0", "80.5"]
+    p = [ttest_rel((80, 81), other).pvalue for other in ((90, 90), (70, 72), (69, 69))]
+    assert ahead[3:] == [f"-9.5 (p {p[0]:.2g})", f"+9.5 (p {p[1]:.2g})", f"+11.5 (p {p[2]:.2g})"]
 
 
 def test_a_method_of_ones_own_is_tabled_and_is_none_of_the_six(tmp_path):
