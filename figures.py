@@ -751,7 +751,7 @@ def tsne(feature, rows):
 
 
 def class_sizes(run):
-    """Training rows of each class, or rows of each found cluster of own data, the largest first."""
+    """How many rows each class (of a table of your own: each cluster) has, the largest first."""
     if run.get("own"):
         clusters = cluster_lines(run["folder"])
         counts = np.array([int(line["size"]) for line in clusters])
@@ -990,9 +990,9 @@ def report(run, pictures):
     known, new = ({line["name"] for line in clusters if (line["known"] == "yes") is said} for said in (True, False))
     shown = sum(int(line["size"]) for line in clusters)  # not those of clusters whose lines somebody has deleted
     scored = "dev" if run.get("on_dev") else "test"
-    facts = {"rows": f"{shown:,}" + (f" of {len(rows):,}" if shown < len(rows) else ""), "known intents": len(known),
-             "new intents": len(new - known), "encoder": html.escape(plain_text(Path(run["encoder"]).name)),
-             "epochs": run["epochs"],
+    facts = {"rows": f"{shown:,}" + (f" of {len(rows):,}" if shown < len(rows) else ""),
+             "known intents": len(known), "new intents": len(new - known),
+             "encoder": html.escape(plain_text(Path(run["encoder"]).name)), "epochs": run["epochs"],
              "minutes": f"{sum(run['seconds'].values()) / 60:.1f}",
              **{f"{scored} {c}": f"{run['test'][c]:.1f} %" for c in COLUMNS[:3] if "test" in run}}
     parts = {"TITLE": html.escape(plain_text(folder.resolve().name)),
@@ -1047,12 +1047,11 @@ def draw(paths):
 
 def draw_run(run):
     """The pictures of a run and its page. Returns False where that could not be made though there is a clusters.csv."""
-    if run.get("own"):
-        print(f"{run['folder']}: own data has no true classes, so tsne_map, groups and confusion are left out")
     builds = [class_sizes] if run.get("own") else [class_sizes, tsne_map, groups, confusion]
     builds += [epochs] if run["method"] == "imbanid" else []
     files = {build: run["folder"] / "figures" / f"{build.__name__}.png" for build in builds}
-    pictures = {file: build.__doc__ for build, file in files.items() if attempt(file, build, run)}
+    pictures = {file: build.__doc__ for build, file in files.items() if attempt(file, build, run)
+                and not (run.get("own") and build is epochs)}  # a page for readers of messages, not of the paper
     if run["method"] != "imbanid":
         return True
     return attempt(run["folder"] / "report.html", report, run, pictures) or not (run["folder"] / "clusters.csv").exists()

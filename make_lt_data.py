@@ -326,7 +326,8 @@ def records(file, path):
             row = row if whole else json.loads(row)
             yield {plain_text(key): plain_text(as_cell(value)) for key, value in row.items()}
     except UnicodeDecodeError:
-        raise UserError(f"{path}: not valid UTF-8; convert the file to UTF-8 first") from None
+        raise UserError(f"{path}: not valid UTF-8; convert the file to UTF-8 first (a spreadsheet can save a table as CSV "
+                        "UTF-8)") from None
     except (ValueError, AttributeError, RecursionError) as err:
         where = f"{path}, row {number}" if number else path  # 0: a list [...] that is broken anywhere
         raise UserError(f"{where}: not a JSON object such as {{\"text\": ..., \"label\": ...}}; one a line, or a "
@@ -439,7 +440,7 @@ def read_clusters(run, *columns):
     columns: that must be there beside id and name. A cluster without rows has none, nor one that somebody took out.
     """
     path, lines, ids = run / "clusters.csv", [], set()
-    mend = f"mend it (or remove it, and the names you gave: python predict.py {run} writes it anew)"
+    mend = f"mend it (or remove the file, and the names you gave with it: python predict.py {run} writes it anew)"
     if not path.exists():
         raise UserError(f"{path} is missing: run python predict.py {run} first, which names the clusters")
     for number, line in enumerate(own_table(path), 1):
@@ -490,7 +491,8 @@ def write_table(path, header, rows):
 def pick_column(path, columns, flag, wanted, usual):
     """The name of a column: the one asked for, else the first with a usual name, else None."""
     if wanted and wanted not in columns:
-        raise UserError(f"--{flag} {wanted} is not in {path}: it has {', '.join(columns)}")
+        raise UserError(f"--{flag} {wanted} is not in {path}, whose {'other ' * (flag == 'label_column')}columns are "
+                        f"{', '.join(columns)}")
     by_name = {name.lower(): name for name in reversed(columns)}
     return wanted or next((by_name[name] for name in usual if name in by_name), None)
 
@@ -553,11 +555,13 @@ def read_table(path, asked_text, asked_label):
     no_text = asked_label if asked_label not in ("", "none") and len(columns) > 1 else None
     text_column = pick_text_column(path, rows[:1000], [c for c in columns if c != no_text], asked_text)
     others = [c for c in columns if c != text_column]
+    if not asked_label:  # to label in later, perhaps
+        others = [c for c in others if any(plain_label(row.get(c, "")) for row in rows)]
     label_column = None if asked_label == "none" else pick_column(path, others, "label_column", asked_label, LABEL_NAMES)
     if label_column is None and not asked_label and others:
         seen = ", ".join(repr(quoted(name)) for name in others[:20]) + ", ..." * (len(others) > 20)
-        print(f"{path}: no other column is called {', '.join(LABEL_NAMES[:-1])} or {LABEL_NAMES[-1]}; if one of {seen} holds "
-              "labels, name it with --label_column")
+        print(f"{path}: no other filled column is called {', '.join(LABEL_NAMES[:-1])} or {LABEL_NAMES[-1]}; if one of {seen} "
+              "holds labels, name it with --label_column")
     texts = [row.get(text_column, "").strip() for row in rows]
     labels = [plain_label(row.get(label_column, "")) for row in rows]
     if label_column is not None and not any(labels):
@@ -615,7 +619,8 @@ def make_own_task(texts, labels, seed, dev_ratio):
              (sum(c in like_none for c in chosen), f"text(s) with the label {' or '.join(like_none)}, a class like any other "
               "here: if it means that there is no label, leave the cell empty"),
              (sum(c.startswith('["') for c in chosen), "text(s) with several labels: each list of them is a class of its own"),
-             (len(same), f"label(s) written in several ways ({', '.join(same[:5])}): each way is a class"),
+             (len(same), f"label(s) written in several ways ({', '.join(same[:5])}{', ...' if same[5:] else ''}): each way is"
+              " a class"),
              (len(chosen) * all(chosen), "texts and a label for each, which they keep, so that nothing new can be found: leave "
               "the cell empty of a text that may be of another class"))
     for number, note in notes:
@@ -634,12 +639,15 @@ def own_data(args):
     asked = {k: getattr(args, k) for k in ("text_column", "label_column", "dev_ratio")}
     if (folder / "meta.json").exists():
         meta = read_run(folder)[3]
-        anew = f"remove {folder} and add --restart to run_all.sh (tables that you edited are kept), or rename the file"
+        anew = (f"remove {folder} and add --restart to run_all.sh (tables that you edited are kept as copies), or rename the "
+                "file")
         if path.is_file() and file_sha256(path) != meta["raw_sha256"]["table"]:
             raise UserError(f"{folder} was made from another {path.name}: {anew}")
-        if other := [f"no --{key}" if was == "" else f"--{key} {shlex.quote(str(was))}"
+        if other := [f"without --{key}" if was == "" else f"with --{key} {shlex.quote(str(was))}"
                      for key, was in meta["asked"].items() if was != asked[key]]:
-            raise UserError(f"{folder} was made with other flags: give them again ({' '.join(other)}), or {anew}")
+            if path.is_file():
+                read_table(path, args.text_column, args.label_column)  # says so where there is no such column
+            raise UserError(f"{folder} was made {' and '.join(other)}: leave it at that, or {anew}")
         print(f"{folder} is there already, {'made from the same file' if path.is_file() else f'but {path} is not'}: skipped")
         return
     texts, labels, text_column, label_column = read_table(path, args.text_column, args.label_column)

@@ -24,6 +24,7 @@ probability in percent, 100 for a row that has a label.
 import codecs
 import contextlib
 import csv
+import fcntl
 import io
 import itertools
 import json
@@ -32,6 +33,7 @@ import re
 import shutil
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import numpy as np
@@ -295,8 +297,8 @@ def describe(args):
     for line in new[:10]:
         print(f"{line[3]:7} rows  {line[5]:>5} %  {line[2][:40]:40}  {' '.join(line[7].split())[:70]}")
     said = f"written to {run}/clusters.csv{' (sizes counted anew)' * recount} and assignments.csv" if anew else (
-        f"written to {run}/assignments.csv with the names of clusters.csv (delete that for new ones)")
-    print(f"{said}; python figures.py {run} draws report.html")
+        f"written to {run}/assignments.csv with the names of clusters.csv (delete clusters.csv for new ones)")
+    print(f"{said}; next: python figures.py {run}, which draws report.html")
     if interrupt:
         raise interrupt
 
@@ -433,6 +435,13 @@ def label_file(args):
             print(f"written to {args.output}")
 
 
+def texts_wait():
+    """Whether a pipe or a file at standard input holds something that nobody has read."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # nothing that can hold any, or closed
+        return not sys.stdin.isatty() and fcntl.ioctl(sys.stdin, termios.FIONREAD, b"\0" * 4) != b"\0" * 4
+    return False
+
+
 def main(words):
     parser = flag_parser(__doc__)
     parser.add_argument("run", help="a folder that train_imbanid.py wrote, such as out/my_utterances_s0")
@@ -458,6 +467,8 @@ def main(words):
     if args.input is not None and args.name_command:
         raise UserError("--name_command belongs to the naming of a run's clusters: pass no new texts with it")
     (describe if args.input is None else label_file)(args)
+    if args.input is None and texts_wait():
+        print(f"predict.py: the standard input was not read; to label its lines: predict.py {args.run} -", file=sys.stderr)
 
 
 if __name__ == "__main__":

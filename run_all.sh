@@ -163,7 +163,7 @@ sys.stdout.buffer.write(os.fsencode(m.run_name(d, float(g), int(s), float(k))))'
             echo "out/$run$tag/clusters.csv is there already: --name_command not asked (predict.py asks anew)"
             ask=()
         fi
-        python predict.py "out/$run$tag" "${ask[@]}"
+        python predict.py "out/$run$tag" "${ask[@]}" < /dev/null
         python figures.py "out/$run$tag"
     fi
 done

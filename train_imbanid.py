@@ -267,7 +267,8 @@ def print_scores(results, rows):
 def print_results(results, out):
     if "own" in results:
         print(f"\n{results['dataset']}: {results['num_rows']} rows, {results['num_known']} known classes and "
-              f"{results['num_classes'] - results['num_known']} new ones, in {out}/; python predict.py {out} names them")
+              f"{results['num_classes'] - results['num_known']} new ones, in {out}/; next: python predict.py {out}, which names"
+              " them")
         return
     print(f"\n{results['dataset']}, gamma {results['gamma']:g}, seed {results['seed']}, encoder {results['encoder']}, "
           f"K {results['num_classes']}; test, percent")

@@ -89,6 +89,16 @@ def test_a_label_that_is_json_too_deep_to_read_is_taken_as_it_is():
     assert plain_label("[" * 100_000) == "[" * 100_000
 
 
+def test_a_label_column_that_is_empty_everywhere_holds_no_labels(tmp_path, capsys):
+    path = table(tmp_path / "t.csv", [(text, "", "", "x" if n else "") for n, text in enumerate(TEXTS)],
+                 ("text", "label", "intent", "team"))
+    texts, labels, _, label_column = read_table(path, "", "")
+    assert texts == TEXTS and label_column is None and set(labels) == {""}
+    assert "no other filled column is called" in (said := capsys.readouterr().out) and "one of 'team' holds" in said
+    table(path, [(text, "", "a") for text in TEXTS], ("text", "label", "intent"))
+    assert read_table(path, "", "")[3] == "intent"
+
+
 def test_every_usual_name_of_a_label_column_is_found_and_label_first(tmp_path):
     said = (REPO / "README.md").read_text().split("The label column is found if it is called ")[1].split(".")[0]
     names = re.split(", | or ", said)
@@ -307,7 +317,9 @@ def test_bad_tables_end_in_one_line(tmp_path):
     check("same.csv", "text,label\n" + "hello there,a\n" * 30, "30 row(s) with 1 different", "'text'", "--text_column")
     check("bare.csv", "17,open the door,a\n" + "\n".join(f"{n},{text},a" for n, text in enumerate(TEXTS)), "no header", "17")
     check("numbers.csv", "a,b\n" + "1,2\n" * 30, "no column with text")
-    check("nolabel.csv", "text,label\n" + "\n".join(f"{text}," for text in TEXTS), "label", "empty in every row", "none")
+    check("nolabel.csv", "text,label\n" + "\n".join(f"{text}," for text in TEXTS), "label", "empty in every row", "none",
+          flags=("--label_column", "label"))
+    check("team.csv", "text,label\n" + rows, "--label_column team", "other columns are label", flags=("--label_column", "team"))
     check("column.csv", "text,label\n" + rows, "--text_column body", "text, label", flags=("--text_column", "body"))
     check("quote.csv", 'text,label\n' + rows + '\n"shut\nit",a\n"open the door,a\n' + rows, "begins in line 16:", "quot")
     check("cells.csv", "text,label\n" + rows + "\nopen, or not,a\n", "line 14", "3 cell(s)")
@@ -361,10 +373,10 @@ def test_names_of_runs_and_changed_tables(tmp_path):
     flags = ("--dataset", path, "--data_dir", tmp_path / "data")
     script("make_lt_data.py", *flags)
     assert "skipped" in script("make_lt_data.py", *flags).stdout
-    one_line_error(script("make_lt_data.py", *flags, "--dev_ratio", 0.5, ok=False), "flags: give them again (--dev_ratio 0.2)",
-                   "remove")
-    one_line_error(script("make_lt_data.py", *flags, "--text_column", "text", ok=False), "again (no --text_column), or")
-    one_line_error(script("make_lt_data.py", *flags, "--label_column", "none", ok=False), "again (no --label_column), or")
+    one_line_error(script("make_lt_data.py", *flags, "--dev_ratio", 0.5, ok=False), "made with --dev_ratio 0.2: l", "remove")
+    one_line_error(script("make_lt_data.py", *flags, "--text_column", "text", ok=False), "made without --text_column: leave")
+    one_line_error(script("make_lt_data.py", *flags, "--label_column", "none", ok=False), "made without --label_column: leave")
+    one_line_error(script("make_lt_data.py", *flags, "--text_column", "body", ok=False), "--text_column body is not in")
     table(path, [(text + "!", "a") for text in TEXTS])
     one_line_error(script("make_lt_data.py", *flags, ok=False), "another t.csv", "remove")
     path.unlink()
@@ -565,6 +577,15 @@ def test_the_measurement_in_the_readme(own_run, monkeypatch, capsys):
     exec(code.replace("my_utterances", "my_table"), {"intents": [intent or "none" for _, _, intent in rows]})
     scores = eval(capsys.readouterr().out)
     assert 20 < scores["ACC"] <= 100 and 0 < scores["NMI"] <= 100
+
+
+def test_texts_that_nobody_asked_to_read_are_told(own_run, tmp_path):
+    folder, run, _, _ = own_run
+    copy = shutil.copytree(run, tmp_path / "run")
+    command = [sys.executable, REPO / "predict.py", copy, "--data_dir", folder / "data"]
+    for given, told in (({"input": "a text\n"}, True), ({"input": ""}, False), ({"stdin": subprocess.DEVNULL}, False)):
+        done = subprocess.run(command, capture_output=True, text=True, check=True, **given)
+        assert ("standard input was not read; to label its lines: predict.py" in done.stderr) is told, done.stderr
 
 
 def test_new_texts(own_run, tmp_path):
